@@ -1,0 +1,390 @@
+"""The `reactor` command: data on stdout, words on stderr; exit 0 ok, 1 failed, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Coroutine
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
+
+import anyio
+import asyncpg
+import typer
+
+from reactor import db, log
+from reactor.errors import Misuse, Unavailable
+from reactor.settings import Settings, load_settings
+
+app = typer.Typer(
+    name="reactor",
+    help="Memory for AI content pipelines that live in Postgres: rows go in, recall comes out.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Only this kind (post, chat, note, ...); repeats.")]
+T = TypeVar("T")
+
+# What a wrong mapping raises in attach: the caller's words are off.
+_WRONG_WORDS = {"42703", "42P01", "42809", "22023", "42704", "0A000", "42601", "42804", "42883", "22P02", "3F000"}
+
+
+def say(line: str) -> None:
+    """Words for the person, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _dsn(settings: Settings) -> str:
+    """DATABASE_URL, or the embedded server, started."""
+    if settings.database_url is not None:
+        return settings.database_url.get_secret_value()
+    from reactor.embedded import start  # noqa: PLC0415  # an extra
+
+    server = start(settings.home)
+    if server.notice:
+        say(server.notice)
+    return server.dsn
+
+
+def _run(function: Callable[[Settings, str], Coroutine[Any, Any, T]]) -> T:
+    settings = load_settings()
+    dsn = _dsn(settings)
+    return anyio.run(function, settings, dsn)
+
+
+async def _on_one_connection(dsn: str, query: str, *args: object) -> list[asyncpg.Record]:
+    conn = await db.connect(dsn, application="memory-reactor command")
+    try:
+        await db.prepare_connection(conn)
+        await db.check_schema(conn)
+        rows: list[asyncpg.Record] = await conn.fetch(query, *args)
+        return rows
+    finally:
+        await conn.close()
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, ensure_ascii=False, default=lambda v: v.isoformat() if isinstance(v, datetime) else str(v)))
+
+
+def _table(title: str | None, columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console  # noqa: PLC0415  # heavy, and only for people
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(*columns, title=title, header_style="bold", title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+@app.command()
+def demo() -> None:
+    """Show the whole path on an embedded Postgres: rows inserted, remembered, found. Ends by itself.
+
+    Example: reactor demo
+    """
+    from reactor.demo import run_demo  # noqa: PLC0415
+
+    anyio.run(run_demo, load_settings())
+
+
+@app.command()
+def up() -> None:
+    """Migrate the database (or start the embedded one, with tables for producers) and run the reactor. Stays.
+
+    Example: reactor up
+    """
+    settings = load_settings()
+    dsn = _dsn(settings)
+    anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
+    if settings.database_url is None:
+        say(f"insert into it with: psql '{dsn}'")
+    _reactor(settings, dsn)
+
+
+@app.command()
+def migrate(
+    with_tables: Annotated[
+        bool, typer.Option("--with-tables", help="Also make and attach public.posts and public.chat_messages.")
+    ] = False,
+) -> None:
+    """Bring the database's reactor schema to this release. Safe to repeat.
+
+    Example: DATABASE_URL=postgresql://... reactor migrate
+    """
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        applied = await db.migrate(dsn, with_tables=with_tables, say=say)
+        say("migrated" if applied else "nothing to do: the schema is up to date")
+
+    _run(work)
+
+
+@app.command()
+def run() -> None:
+    """Be a reactor: claim jobs, embed, keep memories true; until SIGTERM. Logs go to stdout, JSON unless at a terminal.
+
+    Example: DATABASE_URL=postgresql://... VOYAGE_API_KEY=... reactor run
+    """
+    settings = load_settings()
+    _reactor(settings, _dsn(settings))
+
+
+def _reactor(settings: Settings, dsn: str) -> None:
+    from reactor.app import run as run_reactor  # noqa: PLC0415  # what a one-shot command does not need
+
+    log.configure(sys.stdout)
+    anyio.run(run_reactor, settings, dsn)
+
+
+@app.command()
+def attach(
+    table: Annotated[str, typer.Argument(help="The table, with its schema if not in the search path.")],
+    kind: Annotated[str, typer.Option(help="What its rows are: post, chat, note, dossier, or a word of yours.")],
+    text_columns: Annotated[list[str], typer.Option(help="A column to remember; repeats.")],
+    tenant_column: Annotated[str, typer.Option()] = "tenant_id",
+    id_column: Annotated[str, typer.Option()] = "id",
+    time_column: Annotated[str, typer.Option(help="When it happened; '' for none.")] = "created_at",
+    title_column: Annotated[str | None, typer.Option(help="Stands before the text.")] = None,
+    format_column: Annotated[str | None, typer.Option()] = None,
+    status_column: Annotated[str | None, typer.Option(help="Kept for patterns.")] = None,
+    metrics_column: Annotated[str | None, typer.Option(help="Kept for patterns.")] = None,
+    slides_column: Annotated[str | None, typer.Option(help="JSON whose texts are remembered too.")] = None,
+    metadata_columns: Annotated[list[str] | None, typer.Option(help="Returned with hits and filterable; repeats.")] = None,
+    role_column: Annotated[str | None, typer.Option(help="Who speaks, in a chat.")] = None,
+    conversation_column: Annotated[str | None, typer.Option()] = None,
+    agent_column: Annotated[str | None, typer.Option()] = None,
+    when: Annotated[str | None, typer.Option(help="Only rows of which this SQL condition is true.")] = None,
+    embed: Annotated[str, typer.Option(help="provider, local (never leaves the machine) or none.")] = "provider",
+    language: Annotated[str, typer.Option(help="Text search configuration.")] = "portuguese",
+    notify: Annotated[bool, typer.Option(help="Off for producers that use prepared transactions.")] = True,
+    backfill: Annotated[bool, typer.Option("--backfill", help="Remember the rows that are there already.")] = False,
+) -> None:
+    """Make an existing table a source of memories; again, to change the mapping.
+
+    Example: reactor attach app.artigos --kind post --tenant-column marca --title-column titulo --text-columns corpo
+    --time-column criado_em --backfill
+    """
+
+    async def work(settings: Settings, dsn: str) -> None:
+        [[source]] = await _on_one_connection(
+            dsn,
+            "select reactor.attach($1::text::regclass, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, "
+            "$17, $18, $19, $20)",
+            table,
+            kind,
+            text_columns,
+            tenant_column,
+            id_column,
+            time_column or None,
+            title_column,
+            format_column,
+            status_column,
+            metrics_column,
+            slides_column,
+            metadata_columns or [],
+            role_column,
+            conversation_column,
+            agent_column,
+            when,
+            embed,
+            language,
+            notify,
+            backfill,
+        )
+        say(f"attached {table} as source {source}")
+        if backfill:
+            await _reconcile(settings, dsn, source)
+
+    _run(work)
+
+
+@app.command()
+def detach(table: str) -> None:
+    """Take our triggers, policy and grants off a table; its memories stay.
+
+    Example: reactor detach app.artigos
+    """
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        [[was_attached]] = await _on_one_connection(dsn, "select reactor.detach($1::text::regclass)", table)
+        if not was_attached:
+            raise Misuse(f"{table} is not attached")
+        say(f"detached {table}")
+
+    _run(work)
+
+
+@app.command()
+def reconcile(table: Annotated[str | None, typer.Argument(help="Only this table.")] = None, as_json: Json = False) -> None:
+    """Find what bypassed the triggers (replication, a partition attached with rows) and enqueue it.
+
+    Example: reactor reconcile app.artigos
+    """
+
+    async def work(settings: Settings, dsn: str) -> None:
+        rows = await _on_one_connection(
+            dsn,
+            "select id, relation::text as table from reactor.sources where detached_at is null "
+            "and ($1::text is null or relation = $1::text::regclass) order by id",
+            table,
+        )
+        if table is not None and not rows:
+            raise Misuse(f"{table} is not attached")
+        found = {row["table"]: await _reconcile(settings, dsn, row["id"]) for row in rows}
+        if as_json:
+            _print_json(found)
+        else:
+            names = ["enqueued", "orphans", "truncated", "triggers_placed"]
+            _table(None, ["table", *names], [[name, *(str(counts[n]) for n in names)] for name, counts in found.items()])
+
+    _run(work)
+
+
+async def _reconcile(settings: Settings, dsn: str, source: int) -> dict[str, int]:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    from reactor.sources import count_rows, reconcile as reconcile_source  # noqa: PLC0415
+
+    async with db.create_pool(dsn, application="memory-reactor command", size=settings.pool_size) as pool:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task(f"source {source}: rows looked at", total=await count_rows(pool, source))
+            return await reconcile_source(pool, source, progress=lambda rows: progress.advance(bar, rows))
+
+
+@app.command()
+def search(
+    tenant: str,
+    query: str,
+    k: Annotated[int, typer.Option("-k", help="How many, 1 to 100.")] = 5,
+    kinds: Kinds = None,
+    since: Annotated[datetime | None, typer.Option(help="Only from this instant on.")] = None,
+    until: Annotated[datetime | None, typer.Option(help="Only before this instant.")] = None,
+    metadata: Annotated[str | None, typer.Option(help='Only what contains this JSON, e.g. \'{"campanha": "natal"}\'.')] = None,
+    as_json: Json = False,
+) -> None:
+    """The tenant's memories nearest to a question, best first.
+
+    Example: reactor search padaria-sol "melhor horário para postar" -k 3
+    """
+    contained = _metadata(metadata)
+
+    async def work(settings: Settings, dsn: str) -> None:
+        from reactor.memory import Memory  # noqa: PLC0415
+
+        async with Memory.open(dsn, settings=settings) as memory:
+            await memory.warm()
+            hits = await memory.search(
+                tenant, query, k, kinds=kinds, since=_aware(since), until=_aware(until), metadata=contained
+            )
+            _print_hits(hits, as_json=as_json)
+
+    _run(work)
+
+
+@app.command()
+def recent(
+    tenant: str,
+    k: Annotated[int, typer.Option("-k", help="How many, 1 to 100.")] = 10,
+    kinds: Kinds = None,
+    metadata: Annotated[str | None, typer.Option(help="Only what contains this JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The tenant's newest source rows, newest first, each with its whole text.
+
+    Example: reactor recent padaria-sol -k 3 --kind post
+    """
+    contained = _metadata(metadata)
+
+    async def work(settings: Settings, dsn: str) -> None:
+        from reactor.memory import Memory  # noqa: PLC0415
+
+        async with Memory.open(dsn, settings=settings) as memory:
+            _print_hits(await memory.recent(tenant, k, kinds=kinds, metadata=contained), as_json=as_json)
+
+    _run(work)
+
+
+def _metadata(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise Misuse(f"--metadata is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise Misuse("--metadata is not a JSON object")
+    return value
+
+
+def _aware(instant: datetime | None) -> datetime | None:
+    return None if instant is None else instant.astimezone()
+
+
+def _print_hits(hits: Any, *, as_json: bool) -> None:
+    reasons = {
+        "postgres": "degraded: Postgres is out of reach, so nothing was searched",
+        "deadline": "degraded: Postgres did not answer in time",
+        "lexical": "degraded: the question could not be embedded, so it was answered by its words alone",
+    }
+    if hits.degraded is not None:
+        say(reasons[hits.degraded])
+    if as_json:
+        names = ("memory_id", "kind", "source_id", "content", "score", "occurred_at", "metadata")
+        _print_json([{name: getattr(hit, name) for name in names} for hit in hits])
+        return
+    rows = [
+        [f"{hit.score:.3f}", hit.kind, hit.source_id, f"{hit.occurred_at:%Y-%m-%d %H:%M}", hit.content[:300]] for hit in hits
+    ]
+    _table(None, ["score", "kind", "source", "when", "content"], rows)
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """The queue's numbers, the listener, the memories. Exit code 1 when Postgres is away.
+
+    Example: reactor status --json
+    """
+
+    async def work(settings: Settings, dsn: str) -> None:
+        [[numbers]] = await _on_one_connection(dsn, "select reactor.status()")
+        if as_json:
+            _print_json(numbers)
+        else:
+            _table(None, ["", ""], [[name, _number(numbers[name])] for name in sorted(numbers)])
+        models = set(numbers["models"])
+        target = settings.target_model()
+        if models - {target}:
+            say(f"some tenants' vectors are in {', '.join(sorted(models - {target}))}; the target is {target}")
+
+    _run(work)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else "-" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def main() -> None:
+    """The console script: turns our errors into one line and an exit code."""
+    try:
+        app()
+    except Misuse as exc:
+        say(f"reactor: {exc}")
+        sys.exit(2)
+    except Unavailable as exc:
+        say(f"reactor: {exc}")
+        sys.exit(1)
+    except asyncpg.PostgresError as exc:
+        say(f"reactor: {exc}" + (f" ({exc.hint})" if exc.hint else ""))
+        sys.exit(2 if exc.sqlstate in _WRONG_WORDS else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Job, the ways a run can end, and the Handler type."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+
+@dataclass(slots=True)
+class Job:
+    """One claimed row of `reactor.jobs`, as a handler sees it.
+
+    `version` is the highest job id this claim absorbed: a write that carries it replaces only a lower or equal one.
+    """
+
+    id: int
+    type: str
+    tenant_id: str
+    payload: dict[str, Any]
+    attempts: int
+    max_attempts: int
+    dedupe_key: str | None
+    lane: str
+    version: int
+    claim_token: UUID
+    notes: dict[str, Any] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    """Set by a batched handler for jobs that end differently from their batch, and by `Jobs.settle_in`."""
+    _note: Callable[[Job, dict[str, Any]], Awaitable[None]] | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> str:
+        """The same for every attempt of this job: fit for an Idempotency-Key header."""
+        return f"reactor-{self.id}"
+
+    async def note(self, note: dict[str, Any]) -> None:
+        """Merge `note` into the job's notes, committed at once; the next attempt reads it in `job.notes`.
+
+        Raises:
+            StaleClaim: The lease passed to another worker.
+            Unavailable: Postgres is out of reach.
+        """
+        if self._note is None:
+            msg = "this job was not claimed by a worker, so it has nowhere to keep notes"
+            raise RuntimeError(msg)
+        await self._note(self, note)
+        self.notes |= note
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The job is finished; `result` is the evidence kept with it."""
+
+    result: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """Not now: run again after `delay_s` seconds. Spends no attempt."""
+
+    delay_s: float
+    reason: str = "snoozed"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This attempt failed; the next waits for the backoff, or `retry_after_s` when the other side named it."""
+
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Given up: needs a person."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The handler settled the job itself, in the transaction of its own writes."""
+
+    result: dict[str, Any] | None = None
+
+
+Outcome = Done | Snooze | Failed | Dead | Settled
+HandlerFunction = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """How jobs of one type are run.
+
+    Args:
+        function: `async def f(job, *, pool, ...)`, or `f(jobs, ...)` with `batch` > 1. It receives by keyword what its
+            signature names of the resources. It returns None or a dict (done, kept as `result`) or a `Snooze`;
+            raises `Unavailable` (snoozed, no attempt spent), `Permanent` (dead), anything else (failed, tried again).
+        batch: The most jobs handed over in one call.
+        concurrency: The most calls at once in one reactor.
+        lane: Jobs of one lane share a fate; the type's own name unless given.
+        timeout_s: A call that takes longer is cancelled and fails.
+        max_attempts: Overrides the job's own number.
+    """
+
+    function: HandlerFunction
+    batch: int = 1
+    concurrency: int = 4
+    lane: str | None = None
+    timeout_s: float = 300.0
+    max_attempts: int | None = None

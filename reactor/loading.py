@@ -1,0 +1,105 @@
+"""Loads handler modules from a folder and fills in the resources their functions name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from reactor.errors import Misuse
+from reactor.job import Handler
+from reactor.worker import Bound
+
+BUILT_IN = next(
+    folder
+    for folder in (Path(__file__).parent / "_handlers", Path(__file__).parent.parent / "handlers")  # installed; from a clone
+    if folder.is_dir()
+)
+
+
+def load_handlers(folder: Path | None) -> dict[str, Handler]:
+    """The built-in handlers and those of `folder`, by job type.
+
+    Raises:
+        Misuse: A module does not import, its HANDLERS is wrong, or two claim one type: one clear line.
+    """
+    handlers: dict[str, Handler] = {}
+    homes: dict[str, str] = {}
+    folders = [("reactor_builtin_handlers", BUILT_IN)]
+    if folder is not None:
+        if not folder.is_dir():
+            raise Misuse(f"REACTOR_HANDLERS: {folder} is not a folder")
+        folders.append(("reactor_own_handlers", folder))
+    for package, path in folders:
+        for module in _modules(package, path):
+            for type_, handler in _table_of(module).items():
+                if type_ in handlers:
+                    raise Misuse(f"type {type_!r} has a handler in {homes[type_]} and another in {module.__file__}")
+                handlers[type_] = handler
+                homes[type_] = str(module.__file__)
+    return handlers
+
+
+def _modules(package: str, folder: Path) -> list[ModuleType]:
+    """Every module of a folder, imported under a package name of its own: `from . import x` works, nothing is shadowed."""
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]
+    parent = ModuleType(package)
+    parent.__path__ = [str(folder.resolve())]
+    sys.modules[package] = parent
+    modules = []
+    for path in sorted(folder.glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        try:
+            modules.append(importlib.import_module(f"{package}.{path.stem}"))
+        except Exception as exc:
+            raise Misuse(f"handler module {path} does not import: {type(exc).__name__}: {exc}") from exc
+    return modules
+
+
+def _table_of(module: ModuleType) -> dict[str, Handler]:
+    table = getattr(module, "HANDLERS", None)
+    if not isinstance(table, Mapping):
+        raise Misuse(f"{module.__file__}: HANDLERS = {{type: handler}} is missing")
+    handlers = {}
+    for type_, value in table.items():
+        handler = value if isinstance(value, Handler) else Handler(value)
+        if not isinstance(type_, str) or not type_ or not inspect.iscoroutinefunction(handler.function):
+            raise Misuse(f"{module.__file__}: HANDLERS[{type_!r}] is not an async function or Handler")
+        if handler.batch < 1 or handler.concurrency < 1 or handler.timeout_s <= 0:
+            raise Misuse(f"{module.__file__}: HANDLERS[{type_!r}] needs batch, concurrency and timeout_s above zero")
+        handlers[type_] = handler
+    return handlers
+
+
+def bind(handlers: Mapping[str, Handler], resources: Mapping[str, Any]) -> dict[str, Bound]:
+    """Fill in by keyword what each handler names.
+
+    Raises:
+        Misuse: A handler asks for something that does not exist.
+    """
+    bound = {}
+    for type_, handler in handlers.items():
+        parameters = list(inspect.signature(handler.function).parameters.values())
+        if not parameters:
+            raise Misuse(f"the handler of {type_!r} takes no job")
+        wanted = {
+            parameter.name
+            for parameter in parameters[1:]
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and (parameter.name in resources or parameter.default is parameter.empty)
+        }
+        if unknown := wanted - resources.keys():
+            raise Misuse(
+                f"the handler of {type_!r} asks for {', '.join(sorted(unknown))}; there are {', '.join(sorted(resources))}"
+            )
+        call = functools.partial(handler.function, **{name: resources[name] for name in wanted})
+        bound[type_] = Bound(handler, call)
+    return bound

@@ -1,0 +1,65 @@
+"""Every knob with its unit and bound, read once at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from reactor.errors import Misuse
+
+
+def _blank_is_absent(value: object) -> object:
+    return None if value == "" else value
+
+
+LOCAL_MODEL = "use-multilingual"
+VOYAGE_MODEL = "voyage-4"
+Optional = BeforeValidator(_blank_is_absent)
+
+
+class Settings(BaseSettings):
+    """The environment, checked. A blank variable counts as absent."""
+
+    model_config = SettingsConfigDict(env_prefix="REACTOR_", frozen=True, populate_by_name=True)
+
+    database_url: Annotated[SecretStr | None, Optional] = Field(
+        None, validation_alias=AliasChoices("DATABASE_URL", "database_url")
+    )
+    voyage_api_key: Annotated[SecretStr | None, Optional] = Field(
+        None, validation_alias=AliasChoices("VOYAGE_API_KEY", "voyage_api_key")
+    )
+    home: Path = Path(".reactor")
+    embedding_model: Annotated[str | None, Optional] = None
+    voyage_base_url: Annotated[str | None, Optional] = None
+    cache_capacity: int = Field(100, ge=1, le=1_000_000)  # entries of one process
+    cache_ttl_s: float = Field(300.0, gt=0, le=86_400)
+    search_deadline_s: float = Field(0.8, gt=0, le=60)
+    lease_s: float = Field(30.0, ge=1, le=3600)  # heartbeats extend it while a handler runs
+    poll_s: float = Field(5.0, gt=0, le=600)  # the floor under a lost NOTIFY
+    drain_s: float = Field(20.0, ge=0, le=600)  # how long SIGTERM lets running handlers finish
+    reconcile_s: float = Field(3600.0, ge=1, le=604_800)  # between two scheduled looks for rows that bypassed triggers
+    pool_size: int = Field(10, ge=2, le=200)  # connections of one process, the listener's apart
+    handlers: Annotated[Path | None, Optional] = None  # a folder of handler modules beside the built-in ones
+
+    def target_model(self) -> str:
+        """The embedding model new tenants get."""
+        return self.embedding_model or (VOYAGE_MODEL if self.voyage_api_key else LOCAL_MODEL)
+
+
+def load_settings(**overrides: object) -> Settings:
+    """The environment as Settings.
+
+    Raises:
+        Misuse: A value is wrong; the message names the variable, what is wrong, and never a secret's value.
+    """
+    try:
+        return Settings(**overrides)  # type: ignore[arg-type]
+    except ValidationError as exc:
+        first = exc.errors(include_input=False, include_url=False)[0]
+        field = str(first["loc"][0])
+        name = field if field.isupper() else f"REACTOR_{field.upper()}"
+        more = f" (and {exc.error_count() - 1} more)" if exc.error_count() > 1 else ""
+        raise Misuse(f"{name}: {first['msg']}{more}") from None

@@ -1,0 +1,253 @@
+"""Claims what fits, runs it, settles it, drains on stop."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import asyncpg
+
+from reactor.errors import Permanent, StaleClaim, Unavailable
+from reactor.job import Dead, Done, Failed, Handler, HandlerFunction, Job, Outcome, Settled, Snooze
+from reactor.jobs import Jobs
+from reactor.listener import Wakeup
+from reactor.log import Log
+
+_MOST_PAUSE_S = 60.0
+_BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A handler with its resources filled in."""
+
+    spec: Handler
+    call: HandlerFunction
+
+
+class Worker:
+    """One reactor's loop over the queue.
+
+    Args:
+        jobs: The queue.
+        handlers: What runs each type; other types are left to other reactors.
+        wakeup: Rung by the listener and by everything here that frees a place.
+        poll_s: The longest sleep without a look.
+        drain_s: How long `stop` lets running handlers finish.
+    """
+
+    def __init__(
+        self, jobs: Jobs, handlers: Mapping[str, Bound], *, wakeup: Wakeup, poll_s: float, drain_s: float, log: Log
+    ) -> None:
+        self._jobs = jobs
+        self._handlers = handlers
+        self._wakeup = wakeup
+        self._poll_s = poll_s
+        self._drain_s = drain_s
+        self._log = log
+        self._calls: Counter[str] = Counter()  # running calls by type
+        self._running: dict[int, Job] = {}
+        self._ended: list[tuple[Job, Outcome, float]] = []
+        self._settle_bell = Wakeup()
+        self._outages: Counter[str] = Counter()  # in a row, by lane
+        self._paused_until: dict[str, float] = {}  # monotonic, by lane
+        self._stopping = False
+        self._is_drained = anyio.Event()
+        self._settled = anyio.Event()
+
+    def stop(self) -> None:
+        """Claim no more, finish what runs, then let `run` return."""
+        self._stopping = True
+        self._wakeup.ring()
+
+    async def run(self) -> None:
+        """Work until `stop`; then drain. Never raises for an outage."""
+        async with anyio.create_task_group() as upkeep:
+            upkeep.start_soon(self._settle_loop)
+            upkeep.start_soon(self._heartbeat_loop)
+            async with anyio.create_task_group() as calls:
+                while not self._stopping:
+                    self._wakeup.clear()  # before the look, never after
+                    sleep_s = await self._look(calls)
+                    if sleep_s > 0 and not self._stopping:
+                        await self._wakeup.wait(sleep_s)
+                calls.cancel_scope.deadline = anyio.current_time() + self._drain_s
+            self._is_drained.set()
+            self._settle_bell.ring()
+            # The settle loop ends by itself once everything is settled; the heartbeat has no reason to.
+            with anyio.move_on_after(self._drain_s):
+                await self._settled.wait()
+            upkeep.cancel_scope.cancel()
+
+    async def _look(self, calls: anyio.abc.TaskGroup) -> float:
+        """Claim and start what fits; returns how many seconds there is nothing more to do."""
+        limits = self._room()
+        if not limits:
+            return min(self._poll_s, self._pause_s())
+        try:
+            claimed = await self._jobs.claim(limits)
+            if not claimed:
+                due_s = await self._jobs.next_due_s(list(limits))
+                if due_s is None:
+                    return min(self._poll_s, self._pause_s())
+                return min(self._poll_s, self._pause_s(), due_s if due_s > 0 else _BLOCKED_S)
+        except Unavailable as exc:
+            self._log.warning("claim_failed", error_code=exc.code)
+            return 1.0
+        for type_ in limits:
+            spec = self._handlers[type_].spec
+            mine = [job for job in claimed if job.type == type_]
+            for start in range(0, len(mine), spec.batch):
+                batch = mine[start : start + spec.batch]
+                self._running.update((job.id, job) for job in batch)
+                self._calls[type_] += 1
+                calls.start_soon(self._run_call, self._handlers[type_], batch)
+        return 0.0
+
+    def _room(self) -> dict[str, int]:
+        """How many jobs of each type fit now."""
+        now = time.monotonic()
+        return {
+            type_: places * bound.spec.batch
+            for type_, bound in self._handlers.items()
+            if (places := bound.spec.concurrency - self._calls[type_]) > 0
+            and self._paused_until.get(bound.spec.lane or type_, 0.0) <= now
+        }
+
+    def _pause_s(self) -> float:
+        """Seconds until a paused lane may be tried again."""
+        now = time.monotonic()
+        return min((until - now for until in self._paused_until.values() if until > now), default=self._poll_s)
+
+    async def _run_call(self, bound: Bound, batch: list[Job]) -> None:
+        type_ = batch[0].type
+        started = time.perf_counter()
+        try:
+            outcomes = await self._outcomes_of(bound, batch)
+        except anyio.get_cancelled_exc_class():
+            # Drained before it ended: back to the queue unharmed, unless the handler settled it already.
+            self._end([(job, job.outcome or Snooze(0, "drained")) for job in batch], started)
+            raise
+        finally:
+            self._calls[type_] -= 1
+            self._wakeup.ring()
+        self._end(list(zip(batch, outcomes, strict=True)), started)
+
+    async def _outcomes_of(self, bound: Bound, batch: list[Job]) -> list[Outcome]:
+        """Run the handler and turn every ending into a value; the one broad catch of this program.
+
+        A batch that fails as a whole is run again one by one, so that one bad job takes no neighbour down.
+        """
+        lane = bound.spec.lane or batch[0].type
+        try:
+            with anyio.fail_after(bound.spec.timeout_s):
+                returned = await bound.call(batch if bound.spec.batch > 1 else batch[0])
+        except Unavailable as exc:
+            return self._pause(lane, batch, exc)
+        except StaleClaim:  # settling will find the token changed, and say so
+            return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
+        except Permanent as exc:
+            ending: Outcome = Dead(exc.code, str(exc))
+        except TimeoutError:
+            ending = Failed("timeout", f"longer than {bound.spec.timeout_s:g} s")
+        except Exception as exc:  # noqa: BLE001
+            ending = Failed(type(exc).__name__, _where(exc))
+            self._log.error("handler_error", type=batch[0].type, error_code=type(exc).__name__, at=_where(exc), jobs=len(batch))
+        else:
+            self._outages.pop(lane, None)
+            return [job.outcome or _ending_of(returned) for job in batch]
+        if len(batch) == 1:
+            return [batch[0].outcome or ending]
+        return [job.outcome or (await self._outcomes_of(bound, [job]))[0] for job in batch]
+
+    def _pause(self, lane: str, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
+        """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
+        self._outages[lane] += 1
+        delay_s = exc.retry_after_s
+        if delay_s is None:
+            delay_s = min(2.0 ** self._outages[lane], _MOST_PAUSE_S) * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
+        self._paused_until[lane] = max(self._paused_until.get(lane, 0.0), time.monotonic() + delay_s)
+        return [job.outcome or Snooze(delay_s, f"{exc.code}: {exc}") for job in batch]
+
+    def _end(self, endings: Sequence[tuple[Job, Outcome]], started: float) -> None:
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        self._ended += [(job, outcome, elapsed_ms) for job, outcome in endings]
+        self._settle_bell.ring()
+
+    async def _settle_loop(self) -> None:
+        """Settle whatever has ended since the last time, in one statement."""
+        delay_s = 0.1
+        while True:
+            self._settle_bell.clear()
+            batch, self._ended = self._ended, []
+            if batch:
+                try:
+                    settled = await self._jobs.settle([(job, outcome) for job, outcome, _ in batch])
+                except Unavailable as exc:
+                    # The leases still hold, or will run out: either way nothing is lost.
+                    self._log.warning("settle_failed", error_code=exc.code, jobs=len(batch))
+                    self._ended[:0] = batch
+                    await anyio.sleep(delay_s)
+                    delay_s = min(delay_s * 2, 5.0)
+                    continue
+                delay_s = 0.1
+                for job, _, _ in batch:
+                    self._running.pop(job.id, None)
+                self._tell(batch, settled)
+            elif self._is_drained.is_set():
+                self._settled.set()
+                return
+            else:
+                await self._settle_bell.wait(self._poll_s)
+
+    def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Any]) -> None:
+        done: dict[tuple[str, float], list[Job]] = {}
+        for job, outcome, elapsed_ms in batch:
+            if isinstance(outcome, Settled) or (isinstance(outcome, Done) and job.id in settled):
+                done.setdefault((job.type, elapsed_ms), []).append(job)
+                continue
+            ending = settled.get(job.id)
+            log = self._log.bind(
+                job_id=job.id, type=job.type, tenant_id=job.tenant_id, attempt=job.attempts, duration_ms=round(elapsed_ms, 1)
+            )
+            if ending is None:
+                log.warning("claim_lost")
+            elif ending.status == "dead":
+                log.error("job_dead", error_code=getattr(outcome, "code", None), error=getattr(outcome, "message", None))
+                log.error("alert_opened", cause="dead_jobs")
+            elif isinstance(outcome, Failed):
+                log.warning("job_failed", error_code=outcome.code, error=outcome.message, next_run_after=ending.run_after.isoformat())
+            elif isinstance(outcome, Snooze):
+                log.info("job_snoozed", reason=outcome.reason, next_run_after=ending.run_after.isoformat())
+        for (type_, elapsed_ms), jobs in done.items():  # a batch's successes are one line
+            one = {"job_id": jobs[0].id, "tenant_id": jobs[0].tenant_id, "attempt": jobs[0].attempts} if len(jobs) == 1 else {}
+            self._log.info("job_done", type=type_, jobs=len(jobs), duration_ms=round(elapsed_ms, 1), **one)
+
+    async def _heartbeat_loop(self) -> None:
+        while True:
+            await anyio.sleep(self._jobs.lease.total_seconds() / 3)
+            if self._running:
+                with suppress(Unavailable):  # the next beat tries again, well before the lease ends
+                    await self._jobs.extend(list(self._running.values()))
+
+
+def _ending_of(returned: object) -> Outcome:
+    if isinstance(returned, Snooze):
+        return returned
+    return Done(returned if isinstance(returned, dict) else None)
+
+
+def _where(exc: BaseException) -> str:
+    """Where it happened and Postgres's code for it, without the message: messages quote rows."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename.endswith(".py")]
+    at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
+    return f"{exc.sqlstate} at {at}" if isinstance(exc, asyncpg.PostgresError) else f"at {at}"

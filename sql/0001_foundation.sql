@@ -1,0 +1,174 @@
+-- Roles, the tenant's scope, and how every table of ours is protected.
+--
+-- reactor_worker   nologin; every statement on tenants' rows runs as it, in one transaction scoped to one tenant.
+-- reactor_definer  nologin; owns the trigger functions and may only insert jobs, tombstones and rejected rows.
+-- Where migrate may not create them (or another owner of this cluster did), the schema's owner plays both parts under
+-- the same forced policies. `@extschema:vector@` stands for the schema that holds pgvector: migrate fills it in.
+
+-- Roles belong to the cluster: two databases may migrate at once, and each may find the other's half-made.
+do $$
+declare
+    v_role text;
+    v_usable boolean;
+    v_parts jsonb := '{}';
+begin
+    foreach v_role in array array['reactor_worker', 'reactor_definer'] loop
+        for v_try in 1 .. 20 loop
+            begin
+                if not exists (select from pg_roles where rolname = v_role) then
+                    execute format('create role %I nologin nobypassrls', v_role);
+                end if;
+                if not pg_has_role(current_user, v_role, 'usage') then
+                    if current_setting('server_version_num')::int >= 160000 then
+                        execute format('grant %I to current_user with inherit true, set true', v_role);
+                    else
+                        execute format('grant %I to current_user', v_role);
+                    end if;
+                end if;
+                exit;
+            exception
+                when insufficient_privilege then exit;
+                when duplicate_object or unique_violation or internal_error then
+                    if v_try = 20 then raise; end if;
+                    perform pg_sleep(0.05);
+            end;
+        end loop;
+        select not (rolsuper or rolbypassrls or rolcanlogin) into v_usable from pg_roles where rolname = v_role;
+        if not v_usable then
+            raise exception 'role % exists and could log in or pass by row level security', v_role
+                using errcode = '42501', hint = format('alter role %I nologin nosuperuser nobypassrls', v_role);
+        end if;
+        v_usable := v_usable and pg_has_role(current_user, v_role, 'usage')
+            and case when current_setting('server_version_num')::int >= 160000
+                then pg_has_role(current_user, v_role, 'set') else true end;
+        v_parts := v_parts || jsonb_build_object(v_role, case when v_usable then v_role else current_user end);
+    end loop;
+    execute format('create or replace function reactor.worker_role() returns name language sql immutable '
+        'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_worker');
+    execute format('create or replace function reactor.definer_role() returns name language sql immutable '
+        'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_definer');
+    execute format('grant usage on schema reactor to %I, %I', v_parts ->> 'reactor_worker', v_parts ->> 'reactor_definer');
+end
+$$;
+
+-- The tenant this transaction is scoped to; null outside a scope, which matches no row.
+create or replace function reactor.scope() returns text
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$ select nullif(current_setting('reactor.tenant_id', true), '') $$;
+
+-- Makes the rest of the transaction (or of the calling function, see leave_tenant) the worker's, scoped to one tenant.
+-- Returns what leave_tenant needs. Errors: 42501 when already scoped to another tenant.
+create or replace function reactor.enter_tenant(p_tenant text) returns text[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_before text[] := array[coalesce(current_setting('reactor.tenant_id', true), ''), current_setting('role')];
+begin
+    if coalesce(p_tenant, '') = '' then
+        raise exception 'a tenant is needed' using errcode = '22023';
+    end if;
+    if current_user = reactor.worker_role() and v_before[1] not in ('', p_tenant) then
+        raise exception 'this transaction is scoped to another tenant' using errcode = '42501';
+    end if;
+    perform set_config('reactor.tenant_id', p_tenant, true);
+    if current_user <> reactor.worker_role() then
+        perform set_config('role', reactor.worker_role(), true);
+    end if;
+    return v_before;
+end
+$$;
+
+create or replace function reactor.leave_tenant(p_before text[]) returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform set_config('role', p_before[2], true), set_config('reactor.tenant_id', p_before[1], true);
+end
+$$;
+
+-- Row level security, enabled and forced, with the policies of its class:
+--   queue    ids and numbers: the owner sees all rows, the worker its tenant's, the definer may insert
+--   content  tenants' text and vectors: the worker sees its tenant's, and nobody anything else
+create or replace procedure reactor.protect(p_table regclass, p_class text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    execute format('alter table %s enable row level security', p_table);
+    execute format('alter table %s force row level security', p_table);
+    execute format('drop policy if exists reactor_scope on %s', p_table);
+    execute format('create policy reactor_scope on %s to %I using (tenant_id = (select reactor.scope())) '
+        'with check (tenant_id = (select reactor.scope()))', p_table, reactor.worker_role());
+    if p_class = 'queue' then
+        execute format('drop policy if exists reactor_owner on %s', p_table);
+        execute format('create policy reactor_owner on %s to %I using (true) with check (true)', p_table, current_user);
+        execute format('drop policy if exists reactor_definer on %s', p_table);
+        execute format('create policy reactor_definer on %s for insert to %I with check (true)',
+            p_table, reactor.definer_role());
+    end if;
+end
+$$;
+
+-- One row a file of sql/ that this database has taken.
+create table if not exists reactor.migrations (
+    number int primary key,
+    name text not null,
+    checksum text not null,
+    release text not null,
+    applied_at timestamptz not null default now()
+);
+alter table reactor.migrations enable row level security;
+alter table reactor.migrations force row level security;
+drop policy if exists reactor_owner on reactor.migrations;
+do $$ begin execute format('create policy reactor_owner on reactor.migrations to %I using (true) with check (true)', current_user); end $$;
+
+-- Letters as they are compared: lower case, without accents. Immutable, so that an index may hold its result.
+create or replace function reactor.fold(p_text text) returns text
+language sql immutable strict parallel safe
+set search_path = pg_catalog, pg_temp
+as $$ select regexp_replace(lower(normalize(p_text, nfkd)), '[\u0300-\u036f]', '', 'g') $$;
+
+-- What a person must see to: one open row a cause and subject.
+--   open --(cured)--> resolved
+create table if not exists reactor.alerts (
+    id bigint generated always as identity primary key,
+    cause text not null,
+    subject text not null default '',
+    detail jsonb not null default '{}',
+    occurrences bigint not null default 1,
+    opened_at timestamptz not null default now(),
+    seen_at timestamptz not null default now(),
+    resolved_at timestamptz
+);
+create unique index if not exists alerts_open on reactor.alerts (cause, subject) where resolved_at is null;
+alter table reactor.alerts enable row level security;
+alter table reactor.alerts force row level security;
+drop policy if exists reactor_owner on reactor.alerts;
+do $$ begin execute format('create policy reactor_owner on reactor.alerts to %I using (true) with check (true)', current_user); end $$;
+
+-- Opens an alert, or counts one more occurrence of the open one. True when it is new.
+create or replace function reactor.open_alert(p_cause text, p_subject text, p_detail jsonb default '{}') returns boolean
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    insert into reactor.alerts as a (cause, subject, detail) values ($1, $2, $3)
+    on conflict (cause, subject) where resolved_at is null
+    do update set occurrences = a.occurrences + 1, seen_at = now(), detail = excluded.detail
+    returning occurrences = 1
+$$;
+
+-- Closes the open alert of a cause and subject; true when there was one.
+create or replace function reactor.resolve_alert(p_cause text, p_subject text) returns boolean
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    with closed as (
+        update reactor.alerts set resolved_at = now()
+        where cause = $1 and subject = $2 and resolved_at is null
+        returning id
+    )
+    select exists (select from closed)
+$$;

@@ -1,0 +1,289 @@
+-- The queue: one row of work owed.
+--
+--             claim                 done
+--   pending ----------> running ----------> done
+--      ^  ^               | | |
+--      |  +---- snooze ---+ | +-- last attempt, or no use in trying --> dead
+--      |                    v
+--      +-- (due) ------- failed      waiting = pending or failed
+--
+-- Triggers only insert. Waiting jobs are unconstrained; the claim collapses twins (same tenant, type, dedupe key):
+-- the due one with the lowest id runs, with the newest payload, and absorbs every waiting twin it sees.
+
+create sequence if not exists reactor.job_ids;
+
+create table if not exists reactor.jobs (
+    id bigint primary key default nextval('reactor.job_ids'),
+    type text not null,
+    tenant_id text not null,            -- '' for work that belongs to no tenant
+    lane text not null,
+    dedupe_key text,
+    payload jsonb not null default '{}',
+    status text not null default 'pending' check (status in ('pending', 'running', 'failed', 'done', 'dead')),
+    attempts int not null default 0,    -- claims that count; a snooze gives its one back
+    max_attempts int not null default 5,
+    run_after timestamptz not null default now(),
+    version bigint not null default 0,  -- the highest job id absorbed by the last claim
+    locked_at timestamptz,
+    locked_by text,
+    lease_until timestamptz,
+    claim_token uuid,
+    result jsonb,
+    last_error text,
+    notes jsonb not null default '{}',
+    created_at timestamptz not null default now(),
+    updated_at timestamptz not null default now()
+) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02);
+
+create index if not exists jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed');
+create index if not exists jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id)
+    where status in ('pending', 'failed') and dedupe_key is not null;
+create unique index if not exists jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running';
+create index if not exists jobs_leases on reactor.jobs (lease_until) where status = 'running';
+create index if not exists jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead');
+create index if not exists jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead';
+
+call reactor.protect('reactor.jobs', 'queue');
+
+-- Wakes whoever listens. The payload is empty: the table is the truth.
+create or replace function reactor.ring() returns void
+language sql
+set search_path = pg_catalog, pg_temp
+as $$ select pg_notify('reactor_wake', '') $$;
+
+create or replace function reactor.enqueue_job(
+    p_type text, p_payload jsonb, p_tenant text, p_key text, p_run_after timestamptz, p_lane text, p_max_attempts int
+) returns bigint
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_id bigint;
+begin
+    if coalesce(p_type, '') = '' or p_tenant is null or length(p_tenant) > 200 or length(p_key) > 500 then
+        raise exception 'a job needs a type and a tenant of at most 200 characters (''''  for none)' using errcode = '22023';
+    end if;
+    if jsonb_typeof(coalesce(p_payload, '{}')) <> 'object' then
+        raise exception 'a job''s payload is a JSON object' using errcode = '22023';
+    end if;
+    insert into reactor.jobs (type, payload, tenant_id, dedupe_key, run_after, lane, max_attempts)
+    values (p_type, coalesce(p_payload, '{}'), p_tenant, p_key, coalesce(p_run_after, now()), coalesce(p_lane, p_type),
+        greatest(coalesce(p_max_attempts, 5), 1))
+    returning id into v_id;
+    perform reactor.ring();
+    return v_id;
+end
+$$;
+
+-- Adds one job and returns its id. A waiting job of the same tenant, type and dedupe_key may absorb it at the claim.
+-- Errors: 22023 for a blank type, a tenant over 200 characters, a payload that is not an object.
+create or replace function reactor.enqueue(
+    type text, payload jsonb, tenant_id text, dedupe_key text default null,
+    run_after timestamptz default now(), lane text default null, max_attempts int default 5
+) returns bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$ select reactor.enqueue_job($1, $2, $3, $4, $5, $6, $7) $$;
+
+-- How long a job waits after failed attempt n: 1 min, 5 min, 15 min, 1 h, 6 h, each within 10 %.
+create or replace function reactor.backoff(p_attempts int) returns interval
+language sql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+    select make_interval(secs => (array[60, 300, 900, 3600, 21600])[least(greatest($1, 1), 5)] * (0.9 + 0.2 * random()))
+$$;
+
+-- Leases up to p_limits[i] due jobs of p_types[i], oldest first. Expired leases are returned to the queue first.
+-- Claims take turns (one advisory lock, held for this call only), so that two never collapse the same twins crosswise.
+-- An empty set means nothing is due.
+create or replace function reactor.claim_jobs(
+    p_types text[], p_limits int[], p_worker text, p_lease interval, p_now timestamptz default clock_timestamp()
+) returns setof reactor.jobs
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    i int;
+begin
+    perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
+    perform reactor.release_expired_jobs(p_now);
+    for i in 1 .. cardinality(p_types) loop
+        continue when p_limits[i] <= 0;
+        return query
+        with due as materialized (
+            select j.id, j.tenant_id, j.dedupe_key
+            from reactor.jobs j
+            where j.type = p_types[i] and j.status in ('pending', 'failed') and j.run_after <= p_now
+                and not exists (
+                    select from reactor.jobs r
+                    where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type
+                        and r.dedupe_key = j.dedupe_key
+                )
+            order by j.run_after, j.id
+            limit p_limits[i]
+            for update skip locked
+        ), twin as materialized (
+            select t.id, t.tenant_id, t.dedupe_key, t.payload, t.run_after <= p_now as is_due
+            from reactor.jobs t
+            join (select distinct d.tenant_id, d.dedupe_key from due d where d.dedupe_key is not null) k
+                on t.tenant_id = k.tenant_id and t.dedupe_key = k.dedupe_key
+            where t.type = p_types[i] and t.status in ('pending', 'failed')
+            for update of t skip locked
+        ), lead as (
+            select min(t.id) filter (where t.is_due) as id, max(t.id) as version, t.tenant_id, t.dedupe_key
+            from twin t group by t.tenant_id, t.dedupe_key
+            union all
+            select d.id, d.id, d.tenant_id, null from due d where d.dedupe_key is null
+        ), absorbed as (
+            update reactor.jobs j
+            set status = 'done', result = jsonb_build_object('merged_into', l.id), updated_at = p_now
+            from twin t join lead l using (tenant_id, dedupe_key)
+            where j.id = t.id and t.id <> l.id
+            returning j.id
+        )
+        update reactor.jobs j
+        set status = 'running', attempts = j.attempts + 1, version = greatest(j.version, l.version),
+            payload = coalesce((select t.payload from twin t where t.id = l.version), j.payload),
+            locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = gen_random_uuid(),
+            updated_at = p_now
+        from lead l
+        where j.id = l.id
+        returning j.*;
+    end loop;
+end
+$$;
+
+-- Jobs whose lease has run out: due again at once, or dead after the last attempt. Returns how many.
+create or replace function reactor.release_expired_jobs(p_now timestamptz default clock_timestamp()) returns int
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_ids bigint[];
+    v_tokens uuid[];
+begin
+    select array_agg(id), array_agg(claim_token) into v_ids, v_tokens
+    from (
+        select j.id, j.claim_token from reactor.jobs j
+        where j.status = 'running' and j.lease_until < p_now
+        order by j.lease_until limit 1000 for update skip locked
+    ) expired;
+    if v_ids is null then
+        return 0;
+    end if;
+    perform reactor.settle_jobs(v_ids, v_tokens, array_fill('failed'::text, array[cardinality(v_ids)]), null,
+        array_fill('lease_expired: the worker went silent'::text, array[cardinality(v_ids)]),
+        array_fill(0::float8, array[cardinality(v_ids)]), p_now);
+    return cardinality(v_ids);
+end
+$$;
+
+-- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead.
+-- A failed one waits p_delays[i] seconds (null: the backoff), or is dead when that was its last attempt; a snoozed one
+-- waits p_delays[i] seconds and gets its attempt back. Returns what each became; a job whose claim token is no longer
+-- the given one is not touched and not returned.
+create or replace function reactor.settle_jobs(
+    p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null, p_errors text[] default null,
+    p_delays float8[] default null, p_now timestamptz default clock_timestamp()
+) returns table (id bigint, status text, run_after timestamptz)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+    return query
+    with ending as (
+        select * from unnest(p_ids, p_tokens, p_endings, p_results, p_errors, p_delays)
+            as e (id, token, ending, result, error, delay_s)
+    ), settled as (
+        update reactor.jobs j
+        set status = case
+                when e.ending = 'snoozed' then 'pending'
+                when e.ending = 'failed' and j.attempts >= j.max_attempts then 'dead'
+                else e.ending
+            end,
+            attempts = j.attempts - (e.ending = 'snoozed')::int,
+            run_after = case e.ending
+                when 'snoozed' then p_now + make_interval(secs => e.delay_s)
+                when 'failed' then p_now + coalesce(make_interval(secs => e.delay_s), reactor.backoff(j.attempts))
+                else j.run_after
+            end,
+            result = e.result, last_error = coalesce(e.error, j.last_error),
+            locked_by = null, lease_until = null, claim_token = null, updated_at = p_now
+        from ending e
+        where j.id = e.id and j.claim_token = e.token and j.status = 'running'
+        returning j.id, j.status, j.run_after, j.type, j.last_error
+    ), dead as (
+        select reactor.open_alert('dead_jobs', s.type || ' ' || split_part(s.last_error, ':', 1),
+            jsonb_build_object('type', s.type, 'error', s.last_error, 'job_id', max(s.id), 'jobs', count(*)))
+        from settled s where s.status = 'dead' group by s.type, s.last_error
+    )
+    select s.id, s.status, s.run_after from settled s where (select count(*) from dead) >= 0;
+end
+$$;
+
+-- Extends the leases still held; returns the ids of those that are.
+create or replace function reactor.extend_leases(
+    p_ids bigint[], p_tokens uuid[], p_lease interval, p_now timestamptz default clock_timestamp()
+) returns setof bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.jobs j set lease_until = $4 + $3
+    from unnest($1, $2) as held (id, token)
+    where j.id = held.id and j.claim_token = held.token and j.status = 'running'
+    returning j.id
+$$;
+
+-- Locks the given jobs until the transaction ends and returns the ids of those whose claim still holds: a handler's
+-- write stands in one transaction with this check.
+create or replace function reactor.hold_claims(p_ids bigint[], p_tokens uuid[]) returns setof bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    select j.id from reactor.jobs j
+    join unnest($1, $2) as held (id, token) on j.id = held.id and j.claim_token = held.token
+    where j.status = 'running'
+    order by j.id for update of j
+$$;
+
+-- Marks held jobs done inside the handler's own transaction.
+create or replace function reactor.complete_jobs(p_ids bigint[], p_tokens uuid[], p_results jsonb[]) returns setof bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.jobs j
+    set status = 'done', result = e.result, locked_by = null, lease_until = null, claim_token = null,
+        updated_at = clock_timestamp()
+    from unnest($1, $2, $3) as e (id, token, result)
+    where j.id = e.id and j.claim_token = e.token and j.status = 'running'
+    returning j.id
+$$;
+
+-- Merges a note into a running job; false when the claim has passed to another worker.
+create or replace function reactor.note_job(p_id bigint, p_token uuid, p_note jsonb) returns boolean
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    with noted as (
+        update reactor.jobs set notes = notes || $3, updated_at = clock_timestamp()
+        where id = $1 and claim_token = $2 and status = 'running'
+        returning id
+    )
+    select exists (select from noted)
+$$;
+
+-- Seconds, by the database's clock, until the next waiting job of these types or the next lease's end is due; never
+-- negative; null when nothing waits.
+create or replace function reactor.next_due_s(p_types text[]) returns float8
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    select greatest(extract(epoch from least(
+        (select min(due.run_after) from unnest($1) as t (type), lateral (
+            select j.run_after from reactor.jobs j
+            where j.type = t.type and j.status in ('pending', 'failed')
+            order by j.run_after limit 1) due),
+        (select min(lease_until) from reactor.jobs where status = 'running')
+    ) - clock_timestamp()), 0)::float8
+$$;
