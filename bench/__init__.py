@@ -1,0 +1,1 @@
+"""Measures this machine: ours beside the raw limit, as ratios of one run."""

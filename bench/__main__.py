@@ -1,0 +1,276 @@
+"""`make bench [ONLY=name,...]`: every figure is printed beside what it is compared with; medians of interleaved rounds.
+
+Postgres is the embedded one with its durable defaults, in a folder of its own that is removed afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import asyncpg
+from aiocache import SimpleMemoryCache
+
+from reactor import db
+from reactor.app import reactor
+from reactor.embedded import start, stop
+from reactor.models import open_embedder
+from reactor.log import get_log
+from reactor.memory import Memory
+from reactor.settings import load_settings
+
+WORDS = (
+    "promoção bolo cenoura quinta forno pão queijo horário publicar nove manhã treino descanso cliente pergunta título "
+    "carrossel legenda vídeo bairro encomenda natal receita fermento café balcão entrega desconto semana aula música"
+).split()
+
+
+def text(number: int, words: int = 24) -> str:
+    """A Portuguese-looking post, different for every number."""
+    return (
+        " ".join(WORDS[(number * 7 + place * (number % 11 + 3)) % len(WORDS)] for place in range(words)) + f" {number}"
+    )
+
+
+def line(name: str, ours: str, beside: str, ratio: float | None = None, wanted: str = "") -> None:
+    shown = "" if ratio is None else f"  ratio {ratio:.2f}"
+    print(f"{name:<42} ours {ours:<16} beside {beside:<26}{shown}  {wanted}", flush=True)
+
+
+@asynccontextmanager
+async def worker_on(dsn: str):
+    settings = load_settings(voyage_api_key=None, embedding_model=None, database_url=dsn)
+    async with reactor(settings, dsn, log=get_log()) as worker, anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        yield settings
+        worker.stop()
+
+
+async def fresh(dsn: str, name: str) -> str:
+    conn = await asyncpg.connect(dsn)
+    await conn.execute(f"drop database if exists {name} with (force)")
+    await conn.execute(f"create database {name}")
+    await conn.close()
+    new = dsn.replace("/reactor?", f"/{name}?")
+    await db.migrate(new, with_tables=True)
+    return new
+
+
+async def settled(conn: asyncpg.Connection) -> None:
+    while await conn.fetchval(
+        "select exists (select from reactor.jobs where status = 'running' or status in ('pending', 'failed') and run_after <= now())"
+    ):
+        await anyio.sleep(0.005)
+
+
+async def statements(dsn: str) -> None:
+    """1,000-row statements with our triggers, and on a twin table without."""
+    conn = await asyncpg.connect(await fresh(dsn, "bench_statements"))
+    await conn.execute("create table plain (like public.posts including all)")
+    insert = "insert into {} (tenant_id, title, body) select 'acme', 'título', $1 || i from generate_series(1, 1000) i"
+    update = "update {} set metrics = '{{\"likes\": 1}}'"
+    times: dict[tuple[str, str], list[float]] = {}
+    for round_ in range(12):
+        for table in ("plain", "posts"):
+            await conn.execute(f"truncate {table}")
+            for name, statement, args in (("insert", insert, [text(round_)]), ("update", update, [])):
+                await conn.execute("truncate reactor.jobs")
+                began = time.perf_counter()
+                await conn.execute(statement.format(table), *args)
+                times.setdefault((name, table), []).append((time.perf_counter() - began) * 1000)
+    for name, wanted in (("insert", "<= 4"), ("update", "<= 1.6")):
+        ours, plain = (statistics.median(times[name, table][2:]) for table in ("posts", "plain"))
+        line(
+            f"1,000-row {name}" + (" of an unrelated column" if name == "update" else ""),
+            f"{ours:.1f} ms",
+            f"no trigger {plain:.1f} ms",
+            ours / plain,
+            wanted,
+        )
+    await conn.close()
+
+
+async def latency(dsn: str) -> None:
+    """Commit of one inserted row to the memory being there, an idle reactor."""
+    dsn = await fresh(dsn, "bench_latency")
+    async with worker_on(dsn) as settings:
+        embedder = open_embedder(settings)
+        await embedder.warm()
+        conn = await asyncpg.connect(dsn)
+        await settled(conn)
+        whole, model = [], []
+        for number in range(60):
+            began = time.perf_counter()
+            await embedder.embed_documents([text(number)])
+            model.append((time.perf_counter() - began) * 1000)
+            began = time.perf_counter()
+            await conn.execute("insert into posts (tenant_id, body) values ('acme', $1)", text(number))
+            while not await conn.fetchval(
+                "select exists (select from reactor.memories where source_id = $1)", str(number + 1)
+            ):
+                await anyio.sleep(0.0005)
+            whole.append((time.perf_counter() - began) * 1000)
+        await conn.close()
+    ours, raw = statistics.median(whole[10:]), statistics.median(model[10:])
+    line(
+        "inserted row to searchable, p50",
+        f"{ours:.1f} ms",
+        f"the model alone {raw:.1f} ms",
+        None,
+        f"+{ours - raw:.1f} ms, wanted <= +25",
+    )
+
+
+async def drain(dsn: str, rows: int = 10_000) -> None:
+    """Rows waiting when the reactor starts, against the model alone on the same texts in the same batches."""
+    dsn = await fresh(dsn, "bench_drain")
+    conn = await asyncpg.connect(dsn)
+    texts = [text(number) for number in range(rows)]
+    await conn.execute("insert into posts (tenant_id, body) select 'acme', b from unnest($1::text[]) b", texts)
+    embedder = open_embedder(load_settings(voyage_api_key=None, embedding_model=None))
+    await embedder.warm()
+
+    async def raw(part: list[str]) -> float:
+        began = time.perf_counter()
+        for place in range(0, len(part), 128):
+            await embedder.embed_documents(part[place : place + 128])
+        return time.perf_counter() - began
+
+    before = await raw(texts[: rows // 4])
+    async with worker_on(dsn):
+        began = time.perf_counter()
+        await settled(conn)
+        ours = time.perf_counter() - began
+    after = await raw(texts[-rows // 4 :])
+    alone = (before + after) * 2
+    assert await conn.fetchval("select count(*) from reactor.memories") == rows
+    await conn.close()
+    line(
+        f"{rows:,} posts drained",
+        f"{rows / ours:,.0f} /s",
+        f"the model alone {rows / alone:,.0f} /s",
+        alone / ours,
+        ">= 0.8",
+    )
+
+
+async def warm(dsn: str) -> None:
+    """A warm search beside aiocache's own memory cache."""
+    dsn = await fresh(dsn, "bench_warm")
+    async with worker_on(dsn) as settings:
+        conn = await asyncpg.connect(dsn)
+        await conn.execute(
+            "insert into posts (tenant_id, body) select 'acme', b from unnest($1::text[]) b",
+            [text(n) for n in range(100)],
+        )
+        await settled(conn)
+        async with Memory.open(dsn, settings=settings) as memory:
+            await memory.warm()
+            cache = SimpleMemoryCache()
+            await cache.set("key", [1, 2, 3, 4, 5])
+            question = "qual é o melhor horário para publicar?"
+            while (await memory.search("acme", question)).degraded:
+                pass
+
+            async def times(call: Callable[[], Awaitable[object]]) -> float:
+                began = time.perf_counter()
+                for _ in range(2000):
+                    await call()
+                return (time.perf_counter() - began) / 2000 * 1e6
+
+            rounds = [
+                (await times(lambda: memory.search("acme", question)), await times(lambda: cache.get("key")))
+                for _ in range(7)
+            ]
+            ours, theirs = (statistics.median(r[i] for r in rounds) for i in (0, 1))
+            line("warm search", f"{ours:.1f} µs", f"SimpleMemoryCache.get {theirs:.1f} µs", ours / theirs, "<= 3")
+            cold = []
+            for number in range(50):
+                began = time.perf_counter()
+                await memory.search("acme", f"{question} {number}")
+                cold.append((time.perf_counter() - began) * 1000)
+            line("cold search, 100 memories, p50", f"{statistics.median(cold):.1f} ms", "-")
+        await conn.close()
+
+
+async def process(dsn: str) -> None:
+    """A `reactor run` process with a Voyage key, idle: its start, memory and statements."""
+    dsn = await fresh(dsn, "bench_process")
+    conn = await asyncpg.connect(dsn)
+    began = time.perf_counter()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "reactor", "run"],
+        env={
+            **os.environ,
+            "DATABASE_URL": dsn,
+            "VOYAGE_API_KEY": "bench",
+            "REACTOR_VOYAGE_BASE_URL": "http://127.0.0.1:9",
+            "REACTOR_EMBEDDING_MODEL": "",
+        },
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while not await conn.fetchval(
+            "select exists (select from pg_stat_activity where application_name = 'memory-reactor listener' and query ilike 'listen%')"
+        ):
+            await anyio.sleep(0.005)
+        started = time.perf_counter() - began
+        await settled(conn)
+        await anyio.sleep(5)
+        status = Path(f"/proc/{running.pid}/status")
+        rss = (
+            int(next(row for row in status.read_text().splitlines() if row.startswith("VmRSS")).split()[1]) / 1024
+            if status.exists()
+            else float("nan")
+        )
+        cpu = resource_of(running.pid)
+        seen: set[tuple[int, object]] = set()
+        until = time.perf_counter() + 20
+        while time.perf_counter() < until:  # every statement moves its connection's query_start
+            rows = await conn.fetch("select pid, query_start from pg_stat_activity where application_name like 'memory-reactor %'")
+            seen |= {(row["pid"], row["query_start"]) for row in rows}
+            await anyio.sleep(0.02)
+        used = resource_of(running.pid) - cpu
+        looks = len(seen) - len({pid for pid, _ in seen})
+    finally:
+        running.terminate()
+        running.wait()
+        await conn.close()
+    line("start to listening", f"{started:.2f} s", "-", None, "<= 1")
+    line("memory of an idle reactor, Voyage only", f"{rss:.0f} MB", "-", None, "<= 90")
+    line("statements of an idle reactor in 20 s", str(looks), "a look every 5 s: claim, next due")
+    line("processor of an idle reactor", f"{used / 20 * 100:.2f} %", "-", None, "< 0.5 %")
+
+
+def resource_of(pid: int) -> float:
+    """Seconds of processor a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+ALL = {"statements": statements, "latency": latency, "drain": drain, "warm": warm, "process": process}
+
+
+async def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="reactor-bench-"))
+    server = await anyio.to_thread.run_sync(start, folder)
+    try:
+        for name in (os.environ.get("ONLY") or ",".join(ALL)).split(","):
+            await ALL[name](server.dsn)
+    finally:
+        await anyio.to_thread.run_sync(stop, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"peak memory of this process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+anyio.run(main)
