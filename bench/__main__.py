@@ -237,7 +237,9 @@ async def process(dsn: str) -> None:
         seen: set[tuple[int, object]] = set()
         until = time.perf_counter() + 20
         while time.perf_counter() < until:  # every statement moves its connection's query_start
-            rows = await conn.fetch("select pid, query_start from pg_stat_activity where application_name like 'memory-reactor %'")
+            rows = await conn.fetch(
+                "select pid, query_start from pg_stat_activity where application_name like 'memory-reactor %'"
+            )
             seen |= {(row["pid"], row["query_start"]) for row in rows}
             await anyio.sleep(0.02)
         used = resource_of(running.pid) - cpu

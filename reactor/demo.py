@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,7 +57,7 @@ async def run_demo(settings: Settings) -> None:
     with console.status("applying sql/ ..."):
         await db.migrate(server.dsn, with_tables=True)
     _done(console, "Postgres with pgvector is up, sql/ is applied, posts and chat_messages are attached", began)
-    settings = settings.model_copy(update={"search_deadline_s": 10.0, "database_url": None})  # a cold model may take its time
+    settings = settings.model_copy(update={"search_deadline_s": 10.0, "database_url": None})  # a cold model is slow
     conn = await db.connect(server.dsn, application="memory-reactor demo")
     try:
         await db.prepare_connection(conn)
@@ -63,13 +66,17 @@ async def run_demo(settings: Settings) -> None:
             await _show_queue(console, conn)
     finally:
         await conn.close()
-    console.print(f"\n[bold]Done in {time.perf_counter() - began:.0f} s.[/] Nothing is left running; the rows are in {settings.home}/. Next:")
-    for line, why in (
-        ("reactor up", "the same server and reactor, to stay; it prints the address for psql"),
-        (f'reactor search {_BAKERY} "pão sem trigo"', "asks the rows of this demo"),
-        ("reactor attach --help", "makes a table you already have a source of memories"),
+    took_s = time.perf_counter() - began
+    console.print(
+        f"\n[bold]Done in {took_s:.0f} s.[/] Nothing is left running; the rows stay in {settings.home}/. Next:"
+    )
+    command = "reactor" if shutil.which("reactor") else os.path.relpath(sys.argv[0])
+    for words, why in (
+        (f'search {_BAKERY} "pão sem trigo"', "asks the rows of this demo"),
+        ("up", "the same server and reactor, to stay; prints its address for psql"),
+        ("attach --help", "makes a table you already have a source of memories"),
     ):
-        console.print(f"  [cyan]{line}[/]  [dim]{why}[/]")
+        console.print(f"  [cyan]{command} {words}[/]  [dim]{why}[/]", soft_wrap=True)
 
 
 @asynccontextmanager
@@ -87,9 +94,14 @@ async def _act(console: Console, conn: db.Connection, memory: Memory) -> None:
     await _drained(console, conn, "clearing an earlier demo's rows ...")
 
     began = time.perf_counter()
-    await conn.executemany("insert into posts (tenant_id, title, body, status) values ($1, $2, $3, 'published')", _POSTS)
-    await conn.executemany("insert into chat_messages (tenant_id, conversation_id, role, content) values ($1, $2, $3, $4)", _CHAT)
-    console.print(f"\n[bold]A producer only inserts rows[/]: {len(_POSTS)} posts and {len(_CHAT)} chat messages of two brands.")
+    await conn.executemany(
+        "insert into posts (tenant_id, title, body, status) values ($1, $2, $3, 'published')", _POSTS
+    )
+    await conn.executemany(
+        "insert into chat_messages (tenant_id, conversation_id, role, content) values ($1, $2, $3, $4)", _CHAT
+    )
+    rows = f"{len(_POSTS)} posts and {len(_CHAT)} chat messages of two brands"
+    console.print(f"\n[bold]A producer only inserts rows[/]: {rows}.")
     await _drained(console, conn, "the reactor embeds them ...")
     _done(console, "every row is a memory", began)
 
@@ -114,9 +126,10 @@ async def _act(console: Console, conn: db.Connection, memory: Memory) -> None:
         _show(console, f'{tenant_id} asks "{_QUESTION}"', await memory.search(tenant_id, _QUESTION, k=1))
 
     words = "quando publicamos"
-    rows = await conn.fetch("select score, content from reactor.search($1, $2, 2)", _BAKERY, words)
-    console.print(f"\n[bold]The same from SQL[/]: select score, content from reactor.search('{_BAKERY}', '{words}', 2)")
-    _print_rows(console, ["score", "content"], [[f"{row['score']:.3f}", row["content"]] for row in rows])
+    found = await conn.fetch("select score, content from reactor.search($1, $2, 2)", _BAKERY, words)
+    asked = f"select score, content from reactor.search('{_BAKERY}', '{words}', 2)"
+    console.print(f"\n[bold]The same from SQL[/]: {asked}", soft_wrap=True)
+    _print_rows(console, ["score", "content"], [[f"{row['score']:.3f}", row["content"]] for row in found])
 
 
 async def _drained(console: Console, conn: db.Connection, doing: str) -> None:
@@ -139,7 +152,8 @@ async def _drained(console: Console, conn: db.Connection, doing: str) -> None:
 
 async def _show_queue(console: Console, conn: db.Connection) -> None:
     numbers: dict[str, Any] = await conn.fetchval("select reactor.status()")
-    console.print("\n[bold]The queue[/] (reactor status); what is pending is the next scheduled look for rows that bypassed triggers:")
+    pending = "what is pending is the next scheduled look for rows that bypassed the triggers"
+    console.print(f"\n[bold]The queue[/] (reactor status); {pending}:", soft_wrap=True)
     names = ["pending", "running", "done_24h", "dead_24h", "memories", "listener"]
     _print_rows(console, names, [[str(numbers[name]) for name in names]])
 
