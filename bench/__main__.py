@@ -24,9 +24,9 @@ from aiocache import SimpleMemoryCache
 from reactor import db
 from reactor.app import reactor
 from reactor.embedded import start, stop
-from reactor.models import open_embedder
 from reactor.log import get_log
 from reactor.memory import Memory
+from reactor.models import open_embedder
 from reactor.settings import load_settings
 
 WORDS = (

@@ -70,13 +70,18 @@ async def run_demo(settings: Settings) -> None:
     console.print(
         f"\n[bold]Done in {took_s:.0f} s.[/] Nothing is left running; the rows stay in {settings.home}/. Next:"
     )
-    command = "reactor" if shutil.which("reactor") else os.path.relpath(sys.argv[0])
+    command = _typed_command()
     for words, why in (
         (f'search {_BAKERY} "pão sem trigo"', "asks the rows of this demo"),
         ("up", "the same server and reactor, to stay; prints its address for psql"),
         ("attach --help", "makes a table you already have a source of memories"),
     ):
         console.print(f"  [cyan]{command} {words}[/]  [dim]{why}[/]", soft_wrap=True)
+
+
+def _typed_command() -> str:
+    """How the person would type this program here: from a clone it is not on the PATH."""
+    return "reactor" if shutil.which("reactor") else os.path.relpath(sys.argv[0])
 
 
 @asynccontextmanager
