@@ -70,7 +70,7 @@ async def settled(conn: asyncpg.Connection) -> None:
     while await conn.fetchval(
         "select exists (select from reactor.jobs where status = 'running' or status in ('pending', 'failed') and run_after <= now())"
     ):
-        await anyio.sleep(0.005)
+        await anyio.sleep(0.02)
 
 
 async def statements(dsn: str) -> None:
