@@ -1,26 +1,44 @@
-"""Keeps memories true to their source rows: reads the current row, embeds what is new in it, writes it under the claim."""
+"""Keeps memories true to their source rows: reads the current row, embeds what is new, writes it under the claim."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 import anyio
+import asyncpg
 import numpy as np
 from pgvector import HalfVector
 
 from reactor.db import Connection, Pool, tenant
 from reactor.embedder import Embedder
-from reactor.errors import Permanent
+from reactor.errors import Permanent, Unavailable
 from reactor.job import Dead, Handler, Job, Settled, Snooze
 from reactor.jobs import complete_jobs, hold_claims
 from reactor.models import Embedders
 from reactor.text import Chunk, chunk, is_blank
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
+
+_NO_EMBEDDER_S = 300.0
+_SOURCE = """
+    select embed, language, (select model from reactor.tenants where tenant_id = $2) as model,
+        (select max(version) from reactor.tombstones where tenant_id = '' and source = $1) as truncated_at
+    from reactor.sources s
+    where id = $1 and detached_at is null and exists (select from pg_class c where c.oid = s.relation)
+"""
+# Each asked-for row as it stands, its tombstone, and what is remembered of it, from one snapshot.
+_ROWS = """
+    select i.id, r.kind, r.content, r.occurred_at::text as occurred_at, r.metadata::text as metadata, r.row_hash,
+        (select max(t.version) from reactor.tombstones t
+         where t.tenant_id = $2 and t.source = $1 and t.source_id = i.id) as buried_at,
+        m.row_hash as old_hash, m.model as old_model, m.version as old_version, m.content <> '' as had_content
+    from unnest($3::text[]) as i (id)
+    left join reactor.source_rows($1, $2, $3) r on r.source_id = i.id
+    left join reactor.memories m on m.tenant_id = $2 and m.source = $1 and m.source_id = i.id and m.chunk = 0
+"""
 
 
 @dataclass(slots=True)
@@ -32,8 +50,8 @@ class _Row:
     version: int
     kind: str = ""
     content: str = ""
-    occurred_at: datetime | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    occurred_at: str | None = None  # as Postgres writes it: its years and its numbers are more than Python's
+    metadata: str = "{}"
     row_hash: bytes = b""
     chunks: list[Chunk] = field(default_factory=list)
     vectors: list[Vector | HalfVector | None] = field(default_factory=list)
@@ -52,6 +70,11 @@ class _Group:
     language: str = "simple"
     embedder: Embedder | None = None
     settles_model: bool = False  # whether the tenant's model is the one these vectors are made with
+    failure: Exception | None = None  # set: nothing of this group is written
+
+    @property
+    def model(self) -> str | None:
+        return None if self.embedder is None else self.embedder.model
 
 
 async def sync_rows(jobs: list[Job], *, pool: Pool, embedders: Embedders) -> None:
@@ -59,17 +82,29 @@ async def sync_rows(jobs: list[Job], *, pool: Pool, embedders: Embedders) -> Non
 
     Payload: {"source": int, "id": str}
     Safe to repeat: every write holds the job's claim and replaces only what a lower version wrote.
-    No connection is held while texts are embedded; the whole batch is embedded together.
+    No connection is held while texts are embedded; the whole batch is embedded together. What goes wrong with one
+    tenant or model is raised only once the others are written.
 
     Raises:
         Unavailable: Postgres or the embedding service is out of reach.
     """
     groups = _group(jobs)
     for group in groups:
-        await _read(group, pool, embedders)
-    await _embed(groups)
+        try:
+            await _read(group, pool, embedders)
+        except Exception as exc:  # noqa: BLE001  # raised below
+            group.failure = exc
+    await _embed([group for group in groups if group.failure is None])
     for group in groups:
-        await _write(group, pool)
+        if group.failure is None:
+            try:
+                await _write(group, pool)
+            except Exception as exc:  # noqa: BLE001  # raised below
+                group.failure = exc
+    failures = [group.failure for group in groups if group.failure is not None]
+    failures.sort(key=lambda exc: not isinstance(exc, Unavailable))  # in an outage nothing else can be told
+    if failures:
+        raise failures[0]
 
 
 def _group(jobs: Sequence[Job]) -> list[_Group]:
@@ -88,60 +123,59 @@ def _group(jobs: Sequence[Job]) -> list[_Group]:
 
 
 async def _read(group: _Group, pool: Pool, embedders: Embedders) -> None:
-    ids = list(group.rows)
     async with tenant(pool, group.tenant_id) as conn:
-        source = await conn.fetchrow("select embed, language from reactor.sources where id = $1", group.source)
+        source = await conn.fetchrow(_SOURCE, group.source, group.tenant_id)
         if source is None:
             for row in group.rows.values():
                 row.result = {"absent": True}
             return
         group.language = source["language"]
-        if source["embed"] != "none":
-            group.settles_model = source["embed"] == "provider"
-            model = await conn.fetchval("select model from reactor.tenants where tenant_id = $1", group.tenant_id)
-            group.embedder = embedders.of_model(model) if group.settles_model else embedders.local()
-        current = await conn.fetch("select * from reactor.source_rows($1, $2, $3)", group.source, group.tenant_id, ids)
-        tombstones = await conn.fetch(
-            "select source_id, max(version) as version from reactor.tombstones "
-            "where tenant_id = $1 and source = $2 and source_id = any ($3) group by source_id",
-            group.tenant_id,
-            group.source,
-            ids,
-        )
-        stored = await conn.fetch(
-            "select source_id, row_hash, model, content <> '' as has_content from reactor.memories "
-            "where tenant_id = $1 and source = $2 and source_id = any ($3) and chunk = 0",
-            group.tenant_id,
-            group.source,
-            ids,
-        )
-        buried = {record["source_id"]: record["version"] for record in tombstones}
-        known = {record["source_id"]: record for record in stored}
-        model = group.embedder.model if group.embedder is not None else None
-        for record in current:
-            row = group.rows[record["source_id"]]
-            row.kind, row.content, row.metadata = record["kind"], record["content"], record["metadata"]
-            row.occurred_at, row.row_hash = record["occurred_at"], record["row_hash"]
-            old = known.get(row.source_id)
-            if (
-                old is not None
-                and old["row_hash"] == row.row_hash
-                and row.source_id not in buried
-                and (old["model"] == model or not old["has_content"])
-            ):
-                row.result = {"unchanged": True}
-        for row in group.rows.values():
-            if row.row_hash:
-                continue
-            if row.source_id in buried:
-                row.version = max(row.version, buried[row.source_id])
-            else:
-                # Only a tombstone proves a removal: what we merely cannot see (a policy of the table's own) stays.
-                row.result = {"absent": True}
+        if not _choose_embedder(group, source["embed"], source["model"], embedders):
+            return
+        records = await conn.fetch(_ROWS, group.source, group.tenant_id, list(group.rows))
+        for record in records:
+            _compare(group, group.rows[record["id"]], record, truncated_at=source["truncated_at"] or 0)
         changed = [row for row in group.rows.values() if row.result is None and row.row_hash]
-        for row in changed:
-            row.chunks = [Chunk("", 0)] if is_blank(row.content) else await _chunks(row.content)
-        await _reuse_vectors(conn, group, changed, model)
+        known = {record["id"] for record in records if record["old_hash"] is not None}
+        have = await _vectors_had(conn, group, [row.source_id for row in changed if row.source_id in known])
+    for row in changed:
+        row.chunks = [Chunk("", 0)] if is_blank(row.content) else await _chunks(row.content)
+        row.vectors = [have.get((row.source_id, piece.content)) for piece in row.chunks]
+
+
+def _choose_embedder(group: _Group, embed: str, model: str | None, embedders: Embedders) -> bool:
+    """The tenant's own model, or the target. False: it cannot be had here, and this tenant's jobs wait for it alone."""
+    if embed == "none":
+        return True
+    group.settles_model = embed == "provider"
+    try:
+        group.embedder = embedders.of_model(model) if group.settles_model else embedders.local()
+    except Unavailable as exc:
+        for row in group.rows.values():
+            for job in row.jobs:
+                job.outcome = Snooze(_NO_EMBEDDER_S, f"{exc.code}: {exc}")
+        group.rows = {}
+        return False
+    return True
+
+
+def _compare(group: _Group, row: _Row, record: asyncpg.Record, *, truncated_at: int) -> None:
+    """What is to be done about a row, from how it stands, its tombstone and its memory."""
+    removed_at = max(truncated_at, record["buried_at"] or 0)
+    if record["row_hash"] is None:
+        if removed_at:
+            row.version = max(row.version, removed_at)
+        else:
+            # Only a tombstone proves a removal: what we merely cannot see (a policy of the table's own) stays.
+            row.result = {"absent": True}
+        return
+    row.kind, row.content, row.metadata = record["kind"], record["content"], record["metadata"]
+    row.occurred_at, row.row_hash = record["occurred_at"], record["row_hash"]
+    is_written = (
+        record["old_hash"] == row.row_hash and record["buried_at"] is None and record["old_version"] >= truncated_at
+    )
+    if is_written and (record["old_model"] == group.model or not record["had_content"]):
+        row.result = {"unchanged": True}
 
 
 async def _chunks(content: str) -> list[Chunk]:
@@ -150,43 +184,49 @@ async def _chunks(content: str) -> list[Chunk]:
     return await anyio.to_thread.run_sync(chunk, content)
 
 
-async def _reuse_vectors(conn: Connection, group: _Group, rows: Sequence[_Row], model: str | None) -> None:
-    """A chunk whose text is already embedded is not embedded again."""
-    have: dict[tuple[str, str], HalfVector] = {}
-    if model is not None:
-        stored = await conn.fetch(
-            "select source_id, content, embedding from reactor.memories "
-            "where tenant_id = $1 and source = $2 and source_id = any ($3) and model = $4",
-            group.tenant_id,
-            group.source,
-            [row.source_id for row in rows],
-            model,
-        )
-        have = {(record["source_id"], record["content"]): record["embedding"] for record in stored}
-    for row in rows:
-        row.vectors = [have.get((row.source_id, piece.content)) for piece in row.chunks]
+async def _vectors_had(conn: Connection, group: _Group, ids: list[str]) -> dict[tuple[str, str], HalfVector]:
+    """By row and text: a chunk whose text is already embedded is not embedded again."""
+    if group.model is None or not ids:
+        return {}
+    stored = await conn.fetch(
+        "select source_id, content, embedding from reactor.memories "
+        "where tenant_id = $1 and source = $2 and source_id = any ($3) and model = $4",
+        group.tenant_id,
+        group.source,
+        ids,
+        group.model,
+    )
+    return {(record["source_id"], record["content"]): record["embedding"] for record in stored}
 
 
 async def _embed(groups: Sequence[_Group]) -> None:
     """One call an embedder for everything in the batch that has no vector yet."""
-    wanted: defaultdict[str, list[tuple[_Row, int]]] = defaultdict(list)
-    by_model: dict[str, Embedder] = {}
+    by_model: defaultdict[str, list[_Group]] = defaultdict(list)
     for group in groups:
-        if group.embedder is None:
+        if group.embedder is not None:
+            by_model[group.embedder.model].append(group)
+    for theirs in by_model.values():
+        wanted = [
+            (row, place)
+            for group in theirs
+            for row in group.rows.values()
+            if row.result is None
+            for place, piece in enumerate(row.chunks)
+            if row.vectors[place] is None and not is_blank(piece.content)
+        ]
+        if not wanted:
             continue
-        by_model[group.embedder.model] = group.embedder
-        for row in group.rows.values():
-            if row.result is None:
-                wanted[group.embedder.model] += [
-                    (row, place)
-                    for place, piece in enumerate(row.chunks)
-                    if row.vectors[place] is None and not is_blank(piece.content)
-                ]
-    for model, places in wanted.items():
-        answer = await by_model[model].embed_documents([row.chunks[place].content for row, place in places])
-        for index, (row, place) in enumerate(places):
+        embedder = theirs[0].embedder
+        assert embedder is not None  # noqa: S101  # for the type checker
+        try:
+            answer = await embedder.embed_documents([row.chunks[place].content for row, place in wanted])
+        except Exception as exc:  # noqa: BLE001  # raised by sync_rows
+            for group in theirs:
+                group.failure = exc
+            continue
+        for index, (row, place) in enumerate(wanted):
             row.vectors[place] = answer.vectors[index]
-            row.embedded += 1
+            row.embedded += answer.vectors[index] is not None
             row.refused = row.refused or answer.refused.get(index)
 
 
@@ -199,20 +239,11 @@ async def _write(group: _Group, pool: Pool) -> None:
     rows = [row for row in group.rows.values() if row.refused is None]
     if not rows:
         return
-    model = group.embedder.model if group.embedder is not None else None
     async with tenant(pool, group.tenant_id) as conn:
         held = {job.id for job in await hold_claims(conn, [job for row in rows for job in row.jobs])}
         rows = [row for row in rows if any(job.id in held for job in row.jobs)]
-        written = [row for row in rows if row.result is None]
-        if written:
-            if group.settles_model and any(vector is not None for row in written for vector in row.vectors):
-                used = await conn.fetchval("select reactor.model_of($1, $2)", group.tenant_id, model)
-                if used != model:  # another reactor gave this new tenant another model meanwhile
-                    for row in rows:
-                        for job in row.jobs:
-                            job.outcome = Snooze(0, "the tenant's model changed")
-                    return
-            await _replace(conn, group, written, model)
+        if written := [row for row in rows if row.result is None]:
+            await _replace(conn, group, written)
         results = [(job, row.result or _evidence(row)) for row in rows for job in row.jobs if job.id in held]
         await complete_jobs(conn, results)
     for job, _ in results:
@@ -222,10 +253,10 @@ async def _write(group: _Group, pool: Pool) -> None:
 def _evidence(row: _Row) -> dict[str, Any]:
     if not row.row_hash:
         return {"removed": True}
-    return {"chunks": len(row.chunks), "embedded": row.embedded} if row.content else {"blank": True}
+    return {"chunks": len(row.chunks), "embedded": row.embedded} if row.chunks[0].content else {"blank": True}
 
 
-async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row], model: str | None) -> None:
+async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> None:
     pieces = [
         (
             number + 1,  # Postgres counts array elements from 1
@@ -234,7 +265,7 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row], model:
             row.kind,
             piece.content,
             _half(vector),
-            model if vector is not None else None,
+            group.model if vector is not None else None,
             row.metadata,
             row.occurred_at,
             row.row_hash,
@@ -245,7 +276,8 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row], model:
     columns = list(zip(*pieces, strict=True)) if pieces else [()] * 10
     row_of, chunks, overlaps, kinds, contents, vectors, models, metadata, occurred, hashes = (list(c) for c in columns)
     await conn.execute(
-        "select reactor.replace_memories($1, $2, $3, $4, $5, $6, $7, $8, $9, $10::text::regconfig, $11, $12, $13, $14, $15)",
+        "select reactor.replace_memories($1, $2, $3, $4, $5, $6, $7, $8, $9, $10::text::regconfig, $11, $12, "
+        "$13::text[]::jsonb[], $14::text[]::timestamptz[], $15)",
         group.tenant_id,
         group.source,
         [row.source_id for row in rows],
@@ -262,6 +294,11 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row], model:
         occurred,
         hashes,
     )
+    if group.settles_model and any(vector is not None for vector in vectors):
+        # After the memories: whoever writes a tenant's memories locks its row in reactor.tenants last.
+        used = await conn.fetchval("select reactor.model_of($1, $2)", group.tenant_id, group.model)
+        if used != group.model:
+            raise Unavailable("another reactor gave this new tenant another model", code="model_changed")
 
 
 def _half(vector: Vector | HalfVector | None) -> HalfVector | None:

@@ -1,8 +1,26 @@
 """The memory reactor: rows inserted into Postgres become memories an agent can recall."""
 
-from reactor.db import tenant
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from reactor.errors import Permanent, Unavailable
 from reactor.job import Handler, Job, Snooze
-from reactor.memory import Hit, Hits, Memory
+
+if TYPE_CHECKING:
+    from reactor.db import tenant
+    from reactor.memory import Hit, Hits, Memory
 
 __all__ = ["Handler", "Hit", "Hits", "Job", "Memory", "Permanent", "Snooze", "Unavailable", "tenant"]
+
+_HOMES = {"Hit": "reactor.memory", "Hits": "reactor.memory", "Memory": "reactor.memory", "tenant": "reactor.db"}
+
+
+def __getattr__(name: str) -> object:
+    """What brings asyncpg and numpy along is imported when first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'reactor' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

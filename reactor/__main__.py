@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from datetime import datetime
+from io import TextIOWrapper
 from typing import Annotated, Any, TypeVar
 
 import anyio
@@ -20,6 +23,8 @@ app = typer.Typer(
     name="reactor",
     help="Memory for AI content pipelines that live in Postgres: rows go in, recall comes out.",
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # its boxes cut long options short
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -28,7 +33,29 @@ Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Only this kind 
 T = TypeVar("T")
 
 # What a wrong mapping raises in attach: the caller's words are off.
-_WRONG_WORDS = {"42703", "42P01", "42809", "22023", "42704", "0A000", "42601", "42804", "42883", "22P02", "3F000"}
+_WRONG_WORDS = {
+    "42703",
+    "42P01",
+    "42809",
+    "22023",
+    "42704",
+    "0A000",
+    "42601",
+    "42804",
+    "42883",
+    "42602",
+    "22P02",
+    "3F000",
+}
+
+
+def _example(*lines: str) -> str:
+    """The end of a command's help, kept as written."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _instant(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone()
 
 
 def say(line: str) -> None:
@@ -57,10 +84,11 @@ def _run(function: Callable[[Settings, str], Coroutine[Any, Any, T]]) -> T:
 async def _on_one_connection(dsn: str, query: str, *args: object) -> list[asyncpg.Record]:
     conn = await db.connect(dsn, application="memory-reactor command")
     try:
-        await db.prepare_connection(conn)
-        await db.check_schema(conn)
-        rows: list[asyncpg.Record] = await conn.fetch(query, *args)
-        return rows
+        with db.reaching():
+            await db.prepare_connection(conn)
+            await db.check_schema(conn)
+            rows: list[asyncpg.Record] = await conn.fetch(query, *args)
+            return rows
     finally:
         await conn.close()
 
@@ -69,34 +97,31 @@ def _print_json(data: object) -> None:
     print(json.dumps(data, ensure_ascii=False, default=lambda v: v.isoformat() if isinstance(v, datetime) else str(v)))
 
 
-def _table(title: str | None, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console  # noqa: PLC0415  # heavy, and only for people
+def _table(columns: list[str], rows: list[list[str]]) -> None:
+    from rich.box import HEAVY_HEAD  # noqa: PLC0415  # heavy, and only for people
+    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(*columns, title=title, header_style="bold", title_justify="left")
+    is_person = sys.stdout.isatty()
+    table = Table(*columns, show_header=any(columns), header_style="bold", box=HEAVY_HEAD if is_person else None)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*(Text(cell if is_person else " ".join(cell.split())) for cell in row))
+    console = Console(width=None if is_person else 100_000)  # a file or a pipe has no edge to wrap at: a line a row
+    console.print(table)
 
 
-@app.command()
+@app.command(epilog=_example("reactor demo"))
 def demo() -> None:
-    """Show the whole path on an embedded Postgres: rows inserted, remembered, found. Ends by itself.
-
-    Example: reactor demo
-    """
+    """Show the whole path on an embedded Postgres. Rows are inserted, remembered, found; it ends by itself."""
     from reactor.demo import run_demo  # noqa: PLC0415
 
     anyio.run(run_demo, load_settings())
 
 
-@app.command()
+@app.command(epilog=_example("reactor up"))
 def up() -> None:
-    """Migrate the database (or start the embedded one, with tables for producers) and run the reactor. Stays.
-
-    Example: reactor up
-    """
+    """Migrate the database and run the reactor. Without DATABASE_URL, on an embedded one with tables for producers."""
     settings = load_settings()
     dsn = _dsn(settings)
     anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
@@ -105,16 +130,13 @@ def up() -> None:
     _reactor(settings, dsn)
 
 
-@app.command()
+@app.command(epilog=_example("DATABASE_URL=postgresql://... reactor migrate"))
 def migrate(
     with_tables: Annotated[
         bool, typer.Option("--with-tables", help="Also make and attach public.posts and public.chat_messages.")
     ] = False,
 ) -> None:
-    """Bring the database's reactor schema to this release. Safe to repeat.
-
-    Example: DATABASE_URL=postgresql://... reactor migrate
-    """
+    """Bring the database's reactor schema to this release. Safe to repeat."""
 
     async def work(_settings: Settings, dsn: str) -> None:
         applied = await db.migrate(dsn, with_tables=with_tables, say=say)
@@ -123,12 +145,9 @@ def migrate(
     _run(work)
 
 
-@app.command()
+@app.command(epilog=_example("DATABASE_URL=postgresql://... VOYAGE_API_KEY=... reactor run"))
 def run() -> None:
-    """Be a reactor: claim jobs, embed, keep memories true; until SIGTERM. Logs go to stdout, JSON unless at a terminal.
-
-    Example: DATABASE_URL=postgresql://... VOYAGE_API_KEY=... reactor run
-    """
+    """Claim jobs, embed, keep memories true. Until SIGTERM; logs go to stdout, JSON unless at a terminal."""
     settings = load_settings()
     _reactor(settings, _dsn(settings))
 
@@ -140,7 +159,12 @@ def _reactor(settings: Settings, dsn: str) -> None:
     anyio.run(run_reactor, settings, dsn)
 
 
-@app.command()
+@app.command(
+    epilog=_example(
+        "reactor attach app.artigos --kind post --tenant-column marca --title-column titulo \\",
+        "    --text-columns chamada --text-columns corpo --time-column criado_em --backfill",
+    )
+)
 def attach(
     table: Annotated[str, typer.Argument(help="The table, with its schema if not in the search path.")],
     kind: Annotated[str, typer.Option(help="What its rows are: post, chat, note, dossier, or a word of yours.")],
@@ -153,7 +177,9 @@ def attach(
     status_column: Annotated[str | None, typer.Option(help="Kept for patterns.")] = None,
     metrics_column: Annotated[str | None, typer.Option(help="Kept for patterns.")] = None,
     slides_column: Annotated[str | None, typer.Option(help="JSON whose texts are remembered too.")] = None,
-    metadata_columns: Annotated[list[str] | None, typer.Option(help="Returned with hits and filterable; repeats.")] = None,
+    metadata_columns: Annotated[
+        list[str] | None, typer.Option(help="Returned with hits and filterable; repeats.")
+    ] = None,
     role_column: Annotated[str | None, typer.Option(help="Who speaks, in a chat.")] = None,
     conversation_column: Annotated[str | None, typer.Option()] = None,
     agent_column: Annotated[str | None, typer.Option()] = None,
@@ -163,17 +189,13 @@ def attach(
     notify: Annotated[bool, typer.Option(help="Off for producers that use prepared transactions.")] = True,
     backfill: Annotated[bool, typer.Option("--backfill", help="Remember the rows that are there already.")] = False,
 ) -> None:
-    """Make an existing table a source of memories; again, to change the mapping.
-
-    Example: reactor attach app.artigos --kind post --tenant-column marca --title-column titulo --text-columns corpo
-    --time-column criado_em --backfill
-    """
+    """Make an existing table a source of memories. Attaching again changes the mapping."""
 
     async def work(settings: Settings, dsn: str) -> None:
         [[source]] = await _on_one_connection(
             dsn,
-            "select reactor.attach($1::text::regclass, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, "
-            "$17, $18, $19, $20)",
+            "select reactor.attach($1::text::regclass, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, "
+            "$16, $17, $18, $19, $20)",
             table,
             kind,
             text_columns,
@@ -202,12 +224,9 @@ def attach(
     _run(work)
 
 
-@app.command()
+@app.command(epilog=_example("reactor detach app.artigos"))
 def detach(table: str) -> None:
-    """Take our triggers, policy and grants off a table; its memories stay.
-
-    Example: reactor detach app.artigos
-    """
+    """Take our triggers and grants off a table. Its memories stay."""
 
     async def work(_settings: Settings, dsn: str) -> None:
         [[was_attached]] = await _on_one_connection(dsn, "select reactor.detach($1::text::regclass)", table)
@@ -218,12 +237,11 @@ def detach(table: str) -> None:
     _run(work)
 
 
-@app.command()
-def reconcile(table: Annotated[str | None, typer.Argument(help="Only this table.")] = None, as_json: Json = False) -> None:
-    """Find what bypassed the triggers (replication, a partition attached with rows) and enqueue it.
-
-    Example: reactor reconcile app.artigos
-    """
+@app.command(epilog=_example("reactor reconcile app.artigos"))
+def reconcile(
+    table: Annotated[str | None, typer.Argument(help="Only this table.")] = None, as_json: Json = False
+) -> None:
+    """Find and enqueue what bypassed the triggers. That is replication, or a partition attached with its rows."""
 
     async def work(settings: Settings, dsn: str) -> None:
         rows = await _on_one_connection(
@@ -239,7 +257,7 @@ def reconcile(table: Annotated[str | None, typer.Argument(help="Only this table.
             _print_json(found)
         else:
             names = ["enqueued", "orphans", "truncated", "triggers_placed"]
-            _table(None, ["table", *names], [[name, *(str(counts[n]) for n in names)] for name, counts in found.items()])
+            _table(["table", *names], [[name, *(str(counts[n]) for n in names)] for name, counts in found.items()])
 
     _run(work)
 
@@ -248,30 +266,37 @@ async def _reconcile(settings: Settings, dsn: str, source: int) -> dict[str, int
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-    from reactor.sources import count_rows, reconcile as reconcile_source  # noqa: PLC0415
+    from reactor import sources  # noqa: PLC0415
 
     async with db.create_pool(dsn, application="memory-reactor command", size=settings.pool_size) as pool:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task(f"source {source}: rows looked at", total=await count_rows(pool, source))
-            return await reconcile_source(pool, source, progress=lambda rows: progress.advance(bar, rows))
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            total = await sources.count_rows(pool, source)
+            bar = progress.add_task(f"source {source}: rows looked at", total=total)
+            found = await sources.reconcile(pool, source, progress=lambda rows: progress.advance(bar, rows))
+            progress.update(bar, completed=total)
+            return found
 
 
-@app.command()
+@app.command(epilog=_example('reactor search padaria-sol "melhor horário para postar" -k 3'))
 def search(
     tenant: str,
     query: str,
     k: Annotated[int, typer.Option("-k", help="How many, 1 to 100.")] = 5,
     kinds: Kinds = None,
-    since: Annotated[datetime | None, typer.Option(help="Only from this instant on.")] = None,
-    until: Annotated[datetime | None, typer.Option(help="Only before this instant.")] = None,
-    metadata: Annotated[str | None, typer.Option(help='Only what contains this JSON, e.g. \'{"campanha": "natal"}\'.')] = None,
+    since: Annotated[
+        datetime | None, typer.Option(parser=_instant, metavar="ISO", help="Only from this instant on.")
+    ] = None,
+    until: Annotated[
+        datetime | None, typer.Option(parser=_instant, metavar="ISO", help="Only before this instant.")
+    ] = None,
+    metadata: Annotated[
+        str | None, typer.Option(help='Only what contains this JSON, e.g. \'{"campanha": "natal"}\'.')
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The tenant's memories nearest to a question, best first.
-
-    Example: reactor search padaria-sol "melhor horário para postar" -k 3
-    """
+    """The tenant's memories nearest to a question, best first."""
     contained = _metadata(metadata)
 
     async def work(settings: Settings, dsn: str) -> None:
@@ -279,15 +304,14 @@ def search(
 
         async with Memory.open(dsn, settings=settings) as memory:
             await memory.warm()
-            hits = await memory.search(
-                tenant, query, k, kinds=kinds, since=_aware(since), until=_aware(until), metadata=contained
-            )
+            with _words_of_the_caller():
+                hits = await memory.search(tenant, query, k, kinds=kinds, since=since, until=until, metadata=contained)
             _print_hits(hits, as_json=as_json)
 
     _run(work)
 
 
-@app.command()
+@app.command(epilog=_example("reactor recent padaria-sol -k 3 --kind post"))
 def recent(
     tenant: str,
     k: Annotated[int, typer.Option("-k", help="How many, 1 to 100.")] = 10,
@@ -295,19 +319,27 @@ def recent(
     metadata: Annotated[str | None, typer.Option(help="Only what contains this JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The tenant's newest source rows, newest first, each with its whole text.
-
-    Example: reactor recent padaria-sol -k 3 --kind post
-    """
+    """The tenant's newest source rows. Newest first, each with its whole text."""
     contained = _metadata(metadata)
 
     async def work(settings: Settings, dsn: str) -> None:
         from reactor.memory import Memory  # noqa: PLC0415
 
         async with Memory.open(dsn, settings=settings) as memory:
-            _print_hits(await memory.recent(tenant, k, kinds=kinds, metadata=contained), as_json=as_json)
+            with _words_of_the_caller():
+                hits = await memory.recent(tenant, k, kinds=kinds, metadata=contained)
+            _print_hits(hits, as_json=as_json)
 
     _run(work)
+
+
+@contextmanager
+def _words_of_the_caller() -> Iterator[None]:
+    """What Memory says of a wrong argument is about the command line here."""
+    try:
+        yield
+    except ValueError as exc:
+        raise Misuse(str(exc)) from exc
 
 
 def _metadata(text: str | None) -> dict[str, Any] | None:
@@ -320,10 +352,6 @@ def _metadata(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise Misuse("--metadata is not a JSON object")
     return value
-
-
-def _aware(instant: datetime | None) -> datetime | None:
-    return None if instant is None else instant.astimezone()
 
 
 def _print_hits(hits: Any, *, as_json: bool) -> None:
@@ -339,24 +367,22 @@ def _print_hits(hits: Any, *, as_json: bool) -> None:
         _print_json([{name: getattr(hit, name) for name in names} for hit in hits])
         return
     rows = [
-        [f"{hit.score:.3f}", hit.kind, hit.source_id, f"{hit.occurred_at:%Y-%m-%d %H:%M}", hit.content[:300]] for hit in hits
+        [f"{hit.score:.3f}", hit.kind, hit.source_id, f"{hit.occurred_at:%Y-%m-%d %H:%M}", hit.content[:300]]
+        for hit in hits
     ]
-    _table(None, ["score", "kind", "source", "when", "content"], rows)
+    _table(["score", "kind", "source", "when", "content"], rows)
 
 
-@app.command()
+@app.command(epilog=_example("reactor status --json"))
 def status(as_json: Json = False) -> None:
-    """The queue's numbers, the listener, the memories. Exit code 1 when Postgres is away.
-
-    Example: reactor status --json
-    """
+    """The queue's numbers, the listener, the memories. Exit code 1 when Postgres is away."""
 
     async def work(settings: Settings, dsn: str) -> None:
         [[numbers]] = await _on_one_connection(dsn, "select reactor.status()")
         if as_json:
             _print_json(numbers)
         else:
-            _table(None, ["", ""], [[name, _number(numbers[name])] for name in sorted(numbers)])
+            _table(["", ""], [[name, _number(numbers[name])] for name in sorted(numbers)])
         models = set(numbers["models"])
         target = settings.target_model()
         if models - {target}:
@@ -366,11 +392,23 @@ def status(as_json: Json = False) -> None:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else "-" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
+    return (
+        f"{value:.1f}"
+        if isinstance(value, float)
+        else "-"
+        if value is None
+        else json.dumps(value)
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 def main() -> None:
     """The console script: turns our errors into one line and an exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an embedded server is let go of
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?" instead
     try:
         app()
     except Misuse as exc:
@@ -380,7 +418,7 @@ def main() -> None:
         say(f"reactor: {exc}")
         sys.exit(1)
     except asyncpg.PostgresError as exc:
-        say(f"reactor: {exc}" + (f" ({exc.hint})" if exc.hint else ""))
+        say(f"reactor: {db.sentence_of(exc)}")
         sys.exit(2 if exc.sqlstate in _WRONG_WORDS else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,17 +11,20 @@ from datetime import timedelta
 from typing import Any
 
 import anyio
+import asyncpg
 
 from reactor import db
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Unavailable
 from reactor.jobs import Jobs
 from reactor.listener import Listener, Wakeup
-from reactor.loading import bind, load_handlers
-from reactor.models import Embedders
+from reactor.loading import bind, load_handlers, wanted_by
 from reactor.log import Log, get_log
+from reactor.models import Embedders
 from reactor.settings import Settings
 from reactor.worker import Worker
+
+_CLOSE_S = 2.0
 
 
 async def run(settings: Settings, dsn: str) -> None:
@@ -33,24 +36,35 @@ async def run(settings: Settings, dsn: str) -> None:
         Misuse: The environment, the handlers or the database's schema are not what this release needs.
     """
     log = get_log()
-    async with reactor(settings, dsn, log=log) as worker, anyio.create_task_group() as tasks:
-        tasks.start_soon(_stop_on_signal, worker, tasks.cancel_scope, log)
-        await worker.run()
-        tasks.cancel_scope.cancel()
+    workers: list[Worker] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_stop_on_signal, workers, tasks.cancel_scope, log)
+            async with reactor(settings, dsn, log=log) as worker:
+                workers.append(worker)
+                await worker.run()
+            tasks.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        for exc in group.exceptions:
+            if isinstance(exc, Misuse):
+                raise exc from None
+        raise
     log.info("stopped")
 
 
-async def _stop_on_signal(worker: Worker, scope: anyio.CancelScope, log: Log) -> None:
+async def _stop_on_signal(workers: list[Worker], scope: anyio.CancelScope, log: Log) -> None:
+    """Drain the worker; end at once on a second signal, or when there is no worker yet."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         stopping = False
         async for received in signals:
             if stopping:
                 log.warning("stopped_at_once", signal=received.name)
+            if stopping or not workers:
                 scope.cancel()
                 return
             stopping = True
             log.info("stopping", signal=received.name)
-            worker.stop()
+            workers[0].stop()
 
 
 @asynccontextmanager
@@ -58,9 +72,8 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
     """A worker with its listener and schedule running around it; call `worker.run()` inside."""
     handlers = load_handlers(settings.handlers)
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(
-            db.create_pool(dsn, application="memory-reactor worker", size=settings.pool_size)
-        )
+        pool = await db.create_pool(dsn, application="memory-reactor worker", size=settings.pool_size)
+        stack.push_async_callback(_close, pool)
         embedders = Embedders(settings)
         stack.push_async_callback(embedders.aclose)
         if embedders.target is None:
@@ -71,9 +84,14 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             "pool": pool,
             "embedder": embedders.target,
             "embedders": embedders,
+            "http": None,
             "log": log,
             "settings": settings,
         }
+        if any("http" in wanted_by(type_, handler, resources) for type_, handler in handlers.items()):
+            import aiohttp  # noqa: PLC0415  # 10 MB that only a handler who asks for it pays
+
+            resources["http"] = await stack.enter_async_context(aiohttp.ClientSession())
         bound = bind(handlers, resources)
         await _wait_for_schema(pool, log)
         jobs = Jobs(pool, worker=f"{socket.gethostname()}:{os.getpid()}", lease=timedelta(seconds=settings.lease_s))
@@ -87,6 +105,11 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             log.info("started", model=embedders.target.model, handlers=sorted(bound))
             yield worker
             tasks.cancel_scope.cancel()
+
+
+async def _close(pool: db.Pool) -> None:
+    with anyio.move_on_after(_CLOSE_S):  # a server that has gone says nothing; the pool then drops its connections
+        await pool.close()
 
 
 async def _wait_for_schema(pool: db.Pool, log: Log) -> None:
@@ -126,6 +149,8 @@ async def _schedule_reconcile(pool: db.Pool, every_s: float, log: Log) -> None:
                         "and status in ('pending', 'failed'))",
                         timedelta(seconds=every_s),
                     )
-        except Unavailable as exc:
-            log.warning("schedule_failed", error_code=exc.code)
-        await anyio.sleep(every_s)
+        except (Unavailable, asyncpg.PostgresError) as exc:
+            log.warning("schedule_failed", error_code=getattr(exc, "code", type(exc).__name__))
+            await anyio.sleep(min(every_s, 60.0))
+        else:
+            await anyio.sleep(every_s)

@@ -15,7 +15,7 @@ from aiocache.base import BaseCache
 from aiocache.serializers import BaseSerializer, NullSerializer
 
 
-class LRUCache(BaseCache):  # type: ignore[misc]  # aiocache ships no types
+class LRUCache(BaseCache):
     """An aiocache backend in process that never holds more than `capacity` entries.
 
     When it is full, an expired entry goes first, then the least recently used: read or written, `exists` and `expire`

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 from pgvector.asyncpg import register_vector
@@ -63,6 +63,11 @@ def reaching(what: str = "Postgres") -> Iterator[None]:
         raise
 
 
+def sentence_of(exc: asyncpg.PostgresError) -> str:
+    """What Postgres said, on one line, with its hint; without the detail, which quotes rows."""
+    return " ".join(f"{exc.args[0]} ({exc.hint})".split() if exc.hint else str(exc.args[0]).split())
+
+
 async def prepare_connection(conn: OwnConnection) -> None:
     """Teach a new connection jsonb and halfvec."""
     await conn.set_type_codec("jsonb", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
@@ -73,6 +78,15 @@ async def prepare_connection(conn: OwnConnection) -> None:
         await register_vector(conn, schema=schema)
 
 
+async def _connect(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return await asyncpg.connect(*args, **kwargs)
+    except ValueError:  # asyncpg parses the address when it connects; its words may quote the password
+        raise Misuse(
+            "DATABASE_URL: not an address that Postgres could have (postgresql://user:password@host/database)"
+        ) from None
+
+
 async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> OwnConnection:
     """One connection outside any pool.
 
@@ -80,7 +94,7 @@ async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> Own
         Unavailable: Postgres is out of reach.
     """
     with reaching():
-        conn: OwnConnection = await asyncpg.connect(
+        conn: OwnConnection = await _connect(
             dsn, timeout=timeout_s, server_settings={"application_name": application}, statement_cache_size=0
         )
         return conn
@@ -95,6 +109,7 @@ def create_pool(
     """
     return asyncpg.create_pool(
         dsn,
+        connect=_connect,
         min_size=0,
         max_size=size,
         timeout=timeout_s,
@@ -111,10 +126,21 @@ async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> Asyn
     Raises:
         Unavailable: Postgres is out of reach, or no connection came free within `timeout_s`.
     """
-    with reaching():
-        async with pool.acquire(timeout=timeout_s) as conn, conn.transaction():
-            await conn.execute("select reactor.enter_tenant($1)", tenant_id)
-            yield conn
+    theirs: Exception | None = None
+    try:
+        with reaching():
+            async with pool.acquire(timeout=timeout_s) as conn, conn.transaction():
+                await conn.execute("select reactor.enter_tenant($1)", tenant_id)
+                try:
+                    yield conn
+                except (OSError, TimeoutError) as exc:
+                    if not conn.is_closed():  # a file, another service: not Postgres
+                        theirs = exc
+                    raise
+    except Unavailable:
+        if theirs is not None:
+            raise theirs from theirs.__cause__
+        raise
 
 
 def sql_files() -> list[tuple[int, str, str]]:
@@ -134,16 +160,23 @@ async def migrate(dsn: str, *, with_tables: bool = False, say: Callable[[str], N
         Unavailable: Postgres is out of reach.
     """
     conn = await connect(dsn, application="memory-reactor migrate")
+    conn.add_log_listener(
+        lambda _conn, words: say(str(words.message)) if isinstance(words, asyncpg.PostgresWarning) else None
+    )
     try:
         with reaching():
-            async with conn.transaction():
+            async with conn.transaction(isolation="read_committed"):  # sees what another migrator did while we waited
                 await conn.execute("select pg_advisory_xact_lock(hashtext('memory-reactor migrate'))")
                 applied = await _apply(conn, say)
                 if with_tables:
-                    await _make_producer_tables(conn, say)
+                    applied |= await _make_producer_tables(conn, say, again=applied)
                 return applied
     except asyncpg.InsufficientPrivilegeError as exc:
-        raise Misuse(f"this role may not migrate: {exc}") from exc
+        raise Misuse(f"this role may not migrate: {sentence_of(exc)}") from exc
+    except asyncpg.LockNotAvailableError as exc:
+        raise Unavailable(
+            "a long transaction holds a table: nothing was changed, migrate again later", code="locked"
+        ) from exc
     finally:
         await conn.close()
 
@@ -154,11 +187,14 @@ async def check_schema(conn: Connection) -> None:
     Raises:
         Misuse: It is missing, older or newer; the message says what to do.
     """
-    if not await conn.fetchval("select to_regclass('reactor.migrations') is not null"):
+    if not await conn.fetchval(_HAS_SCHEMA):
         raise Misuse("this database has no reactor schema yet: run `reactor migrate`")
-    have = {row["number"]: row["checksum"] for row in await conn.fetch("select number, checksum from reactor.migrations")}
+    await _check_owner(conn)
+    have = {
+        row["number"]: row["checksum"] for row in await conn.fetch("select number, checksum from reactor.migrations")
+    }
     want = {number: _checksum(text) for number, _, text in sql_files()}
-    if max(have) > max(want):
+    if max(have, default=0) > max(want):
         raise Misuse("this database was migrated by a newer memory-reactor: upgrade the code")
     if have != want:
         raise Misuse("this database's reactor schema is of another release: run `reactor migrate`")
@@ -168,16 +204,26 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
-    files = [(number, name, text, _checksum(text)) for number, name, text in sql_files()]
+# Read from the catalog: to_regclass() raises where the role may not use the schema.
+_HAS_SCHEMA = (
+    "select exists (select from pg_class where relname = 'migrations' and relnamespace = to_regnamespace('reactor'))"
+)
+
+
+async def _check_owner(conn: Connection) -> None:
     owner = await conn.fetchval(
         "select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor'"
         " and pg_get_userbyid(nspowner) <> current_user"
     )
     if owner is not None:
         raise Misuse(f"schema reactor belongs to {owner}: migrate and run as that role")
+
+
+async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
+    files = [(number, name, text, _checksum(text)) for number, name, text in sql_files()]
+    await _check_owner(conn)
     known: list[asyncpg.Record] = []
-    if await conn.fetchval("select to_regclass('reactor.migrations') is not null"):
+    if await conn.fetchval(_HAS_SCHEMA):
         known = await conn.fetch("select number, checksum, release from reactor.migrations")
     newest = max((row["number"] for row in known), default=0)
     if newest > files[-1][0]:
@@ -189,7 +235,10 @@ async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
     have = {row["number"]: row["checksum"] for row in known}
     if have == {number: checksum for number, _, _, checksum in files}:
         return False
-    await conn.execute("create schema if not exists reactor")
+    if not await conn.fetchval(
+        "select to_regnamespace('reactor') is not null"
+    ):  # "if not exists" needs CREATE all the same
+        await conn.execute("create schema reactor")
     vector = await _vector_schema(conn)
     for number, name, text, checksum in files:
         say(f"applying {name}")
@@ -203,18 +252,20 @@ async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
             checksum,
             version("memory-reactor"),
         )
+    await conn.execute("delete from reactor.migrations where number <> all ($1)", [number for number, *_ in files])
     return True
 
 
 async def _vector_schema(conn: OwnConnection) -> str:
     """The quoted schema of pgvector, installed into `extensions` (Supabase's habit) or our own when it is missing."""
     find = (
-        "select quote_ident(nspname) as schema, extversion from pg_extension e "
-        "join pg_namespace n on n.oid = extnamespace where extname = 'vector'"
+        "select quote_ident(nspname) as schema, extversion, has_schema_privilege(n.oid, 'usage') as is_usable "
+        "from pg_extension e join pg_namespace n on n.oid = extnamespace where extname = 'vector'"
     )
     row = await conn.fetchrow(find)
     if row is None:
-        home = "extensions" if await conn.fetchval("select to_regnamespace('extensions') is not null") else "reactor"
+        in_extensions = "select coalesce(has_schema_privilege(to_regnamespace('extensions'), 'create'), false)"
+        home = "extensions" if await conn.fetchval(in_extensions) else "reactor"
         try:
             async with conn.transaction():
                 await conn.execute(f"create extension vector with schema {home}")
@@ -229,17 +280,32 @@ async def _vector_schema(conn: OwnConnection) -> str:
         assert row is not None  # noqa: S101  # it was created in this transaction
     if tuple(int(part) for part in re.findall(r"\d+", row["extversion"])[:2]) < (0, 7):
         raise Misuse(f"pgvector {row['extversion']} has no halfvec: alter extension vector update")
+    if not row["is_usable"]:
+        raise Misuse(
+            f"pgvector is in schema {row['schema']}, which this role may not use: grant usage on that schema to it"
+        )
     return str(row["schema"])
 
 
-async def _make_producer_tables(conn: OwnConnection, say: Callable[[str], None]) -> None:
+_PRODUCER_TABLE = "made by memory-reactor: reactor migrate --with-tables"  # the comment on a table of ours
+
+
+async def _make_producer_tables(conn: OwnConnection, say: Callable[[str], None], *, again: bool) -> bool:
+    """Make and attach the tables; nothing when they are there, unless `again`. True when anything was done."""
+    are_attached = []
     for table in ("posts", "chat_messages"):
-        taken = await conn.fetchval(
-            "select to_regclass('public.' || $1) is not null and not exists "
-            "(select from reactor.sources where relation = to_regclass('public.' || $1))",
+        [state] = await conn.fetch(
+            "select c.oid is not null as is_there, obj_description(c.oid, 'pg_class') = $2 as is_ours, "
+            "exists (select from reactor.sources s where s.relation = c.oid and s.detached_at is null) as is_attached "
+            "from (select to_regclass('public.' || $1) as oid) c",
             table,
+            _PRODUCER_TABLE,
         )
-        if taken:
-            raise Misuse(f"public.{table} exists already: attach it instead (reactor attach {table} --help)")
+        if state["is_there"] and not state["is_ours"]:
+            raise Misuse(f"public.{table} exists already: attach it instead (reactor attach --help)")
+        are_attached.append(state["is_attached"])
+    if all(are_attached) and not again:
+        return False
     say("applying producer_tables.sql")
     await conn.execute((SQL_FOLDER / "producer_tables.sql").read_text("utf-8"))
+    return True

@@ -8,6 +8,9 @@ from typing import Any
 from uuid import UUID
 
 
+_LONGEST_DELAY_S = 366 * 86_400.0
+
+
 @dataclass(slots=True)
 class Job:
     """One claimed row of `reactor.jobs`, as a handler sees it.
@@ -27,7 +30,7 @@ class Job:
     claim_token: UUID
     notes: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome | None = None
-    """Set by a batched handler for jobs that end differently from their batch, and by `Jobs.settle_in`."""
+    """Set by a batched handler for jobs that end differently from their batch."""
     _note: Callable[[Job, dict[str, Any]], Awaitable[None]] | None = field(default=None, repr=False)
 
     @property
@@ -39,6 +42,7 @@ class Job:
         """Merge `note` into the job's notes, committed at once; the next attempt reads it in `job.notes`.
 
         Raises:
+            TypeError: The note is not JSON.
             StaleClaim: The lease passed to another worker.
             Unavailable: Postgres is out of reach.
         """
@@ -62,6 +66,10 @@ class Snooze:
 
     delay_s: float
     reason: str = "snoozed"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay_s <= _LONGEST_DELAY_S:  # here the handler's own line is to blame
+            raise ValueError("delay_s must be between 0 and a year")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from uuid import UUID
 from reactor.db import Connection, Pool, reaching
 from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, Job, Outcome, Settled, Snooze
+from reactor.text import clean, clean_json
 
 _ACQUIRE_S = 10.0
+_STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: a worker that stops must not wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Ending:
 
     status: str
     run_after: datetime
+    opened_alert: str | None  # the subject of a new alert, on one of the jobs that died of it
 
 
 class Jobs:
@@ -40,20 +43,25 @@ class Jobs:
     async def _fetch(self, query: str, *args: Any) -> list[Any]:
         with reaching():
             async with self._pool.acquire(timeout=_ACQUIRE_S) as conn:
-                return await conn.fetch(query, *args)
+                return await conn.fetch(query, *args, timeout=_STATEMENT_S)
 
-    async def claim(self, limits: Mapping[str, int]) -> list[Job]:
+    async def claim(
+        self, limits: Mapping[str, int], most_attempts: Mapping[str, int | None] | None = None
+    ) -> list[Job]:
         """Lease up to `limits[type]` due jobs of each type, oldest first; [] when nothing is due.
+
+        `most_attempts[type]`, where there is one, becomes the jobs' `max_attempts`.
 
         Raises:
             Unavailable: Postgres is out of reach.
         """
         rows = await self._fetch(
-            "select * from reactor.claim_jobs($1, $2, $3, $4)",
+            "select * from reactor.claim_jobs($1, $2, $3, $4, $5)",
             list(limits),
             list(limits.values()),
             self._worker,
             self.lease,
+            [(most_attempts or {}).get(type_) for type_ in limits],
         )
         return [
             Job(
@@ -83,13 +91,13 @@ class Jobs:
         for job, outcome in endings:
             match outcome:
                 case Done(result):
-                    rows.append((job.id, job.claim_token, "done", result, None, None))
+                    rows.append((job.id, job.claim_token, "done", _storable(result), None, None))
                 case Snooze(delay_s, reason):
-                    rows.append((job.id, job.claim_token, "snoozed", None, f"snoozed: {reason}", delay_s))
+                    rows.append((job.id, job.claim_token, "snoozed", None, clean(f"snoozed: {reason}"), delay_s))
                 case Failed(code, message, retry_after_s):
-                    rows.append((job.id, job.claim_token, "failed", None, f"{code}: {message}", retry_after_s))
+                    rows.append((job.id, job.claim_token, "failed", None, clean(f"{code}: {message}"), retry_after_s))
                 case Dead(code, message):
-                    rows.append((job.id, job.claim_token, "dead", None, f"{code}: {message}", None))
+                    rows.append((job.id, job.claim_token, "dead", None, clean(f"{code}: {message}"), None))
                 case Settled():
                     continue
                 case _:
@@ -97,9 +105,10 @@ class Jobs:
         if not rows:
             return {}
         settled = await self._fetch(
-            "select * from reactor.settle_jobs($1, $2, $3, $4, $5, $6)", *(list(column) for column in zip(*rows, strict=True))
+            "select * from reactor.settle_jobs($1, $2, $3, $4, $5, $6)",
+            *(list(column) for column in zip(*rows, strict=True)),
         )
-        return {row["id"]: Ending(row["status"], row["run_after"]) for row in settled}
+        return {row["id"]: Ending(row["status"], row["run_after"], row["opened_alert"]) for row in settled}
 
     async def extend(self, jobs: Sequence[Job]) -> set[int]:
         """Heartbeat: extend the leases still held; returns the ids of those that are."""
@@ -118,7 +127,13 @@ class Jobs:
         return due
 
     async def enqueue(
-        self, type_: str, payload: dict[str, Any], tenant_id: str = "", *, key: str | None = None, lane: str | None = None
+        self,
+        type_: str,
+        payload: dict[str, Any],
+        tenant_id: str = "",
+        *,
+        key: str | None = None,
+        lane: str | None = None,
     ) -> int:
         """Add one job, due now; returns its id."""
         rows = await self._fetch(
@@ -128,9 +143,18 @@ class Jobs:
         return job_id
 
     async def _note(self, job: Job, note: dict[str, Any]) -> None:
-        rows = await self._fetch("select reactor.note_job($1, $2, $3)", job.id, job.claim_token, note)
+        rows = await self._fetch("select reactor.note_job($1, $2, $3)", job.id, job.claim_token, clean_json(note))
         if not rows[0][0]:
             raise StaleClaim(f"job {job.id} was claimed by another worker")
+
+
+def _storable(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A handler's result as jsonb takes it; where it is none, what is wrong with it: the work itself is done."""
+    try:
+        storable: dict[str, Any] | None = clean_json(result)
+    except (TypeError, ValueError) as exc:
+        return {"result_error": clean(str(exc))}
+    return storable
 
 
 async def hold_claims(conn: Connection, jobs: Sequence[Job]) -> list[Job]:

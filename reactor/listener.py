@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 
 import anyio
+import asyncpg
 
 from reactor.db import connect, reaching
 from reactor.errors import Unavailable
@@ -90,7 +91,9 @@ class Listener:
             conn.add_termination_listener(lambda _conn: lost.set())
             with reaching():
                 for channel, heard in self._channels.items():
-                    await conn.add_listener(channel, lambda _conn, _pid, _channel, payload, heard=heard: heard(str(payload)))
+                    await conn.add_listener(
+                        channel, lambda _conn, _pid, _channel, payload, heard=heard: heard(str(payload))
+                    )
                 was_ready = True
                 self._log.info("listener_ready")
                 self._on_ready()
@@ -101,6 +104,8 @@ class Listener:
                     await conn.execute("select 1", timeout=self._beat_s)  # a half-open socket is silent
         except Unavailable as exc:
             return str(exc), was_ready
+        except asyncpg.PostgresError as exc:  # a standby refuses LISTEN, for one
+            return f"{type(exc).__name__} {exc.sqlstate}", was_ready
         finally:
             if conn is not None:
                 conn.terminate()

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,10 @@ from reactor.worker import Bound
 
 BUILT_IN = next(
     folder
-    for folder in (Path(__file__).parent / "_handlers", Path(__file__).parent.parent / "handlers")  # installed; from a clone
+    for folder in (
+        Path(__file__).parent / "_handlers",
+        Path(__file__).parent.parent / "handlers",
+    )  # installed; from a clone
     if folder.is_dir()
 )
 
@@ -59,8 +62,9 @@ def _modules(package: str, folder: Path) -> list[ModuleType]:
             continue
         try:
             modules.append(importlib.import_module(f"{package}.{path.stem}"))
-        except Exception as exc:
-            raise Misuse(f"handler module {path} does not import: {type(exc).__name__}: {exc}") from exc
+        except (Exception, SystemExit) as exc:
+            first_line = str(exc).partition("\n")[0]
+            raise Misuse(f"handler module {path} does not import: {type(exc).__name__}: {first_line}") from exc
     return modules
 
 
@@ -73,8 +77,10 @@ def _table_of(module: ModuleType) -> dict[str, Handler]:
         handler = value if isinstance(value, Handler) else Handler(value)
         if not isinstance(type_, str) or not type_ or not inspect.iscoroutinefunction(handler.function):
             raise Misuse(f"{module.__file__}: HANDLERS[{type_!r}] is not an async function or Handler")
-        if handler.batch < 1 or handler.concurrency < 1 or handler.timeout_s <= 0:
-            raise Misuse(f"{module.__file__}: HANDLERS[{type_!r}] needs batch, concurrency and timeout_s above zero")
+        numbers = (handler.batch, handler.concurrency, handler.timeout_s, handler.max_attempts or 1)
+        if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+            needs = "batch, concurrency, timeout_s and max_attempts above zero"
+            raise Misuse(f"{module.__file__}: HANDLERS[{type_!r}] needs {needs}")
         handlers[type_] = handler
     return handlers
 
@@ -87,19 +93,28 @@ def bind(handlers: Mapping[str, Handler], resources: Mapping[str, Any]) -> dict[
     """
     bound = {}
     for type_, handler in handlers.items():
-        parameters = list(inspect.signature(handler.function).parameters.values())
-        if not parameters:
-            raise Misuse(f"the handler of {type_!r} takes no job")
-        wanted = {
-            parameter.name
-            for parameter in parameters[1:]
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and (parameter.name in resources or parameter.default is parameter.empty)
-        }
-        if unknown := wanted - resources.keys():
-            raise Misuse(
-                f"the handler of {type_!r} asks for {', '.join(sorted(unknown))}; there are {', '.join(sorted(resources))}"
-            )
-        call = functools.partial(handler.function, **{name: resources[name] for name in wanted})
-        bound[type_] = Bound(handler, call)
+        given = {name: resources[name] for name in wanted_by(type_, handler, resources.keys())}
+        bound[type_] = Bound(handler, functools.partial(handler.function, **given))
     return bound
+
+
+def wanted_by(type_: str, handler: Handler, offered: Collection[str]) -> set[str]:
+    """The resources a handler names; one with a default is left alone where it is not offered.
+
+    Raises:
+        Misuse: It takes no job, or asks for something that is not offered.
+    """
+    parameters = list(inspect.signature(handler.function).parameters.values())
+    if not parameters:
+        raise Misuse(f"the handler of {type_!r} takes no job")
+    wanted = {
+        parameter.name
+        for parameter in parameters[1:]
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and (parameter.name in offered or parameter.default is parameter.empty)
+    }
+    if unknown := wanted - set(offered):
+        raise Misuse(
+            f"the handler of {type_!r} asks for {', '.join(sorted(unknown))}; there are {', '.join(sorted(offered))}"
+        )
+    return wanted

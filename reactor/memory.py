@@ -1,39 +1,46 @@
-"""The read path an agent imports: microseconds when warm, [] while Postgres is away, never an exception for an outage."""
+"""What an agent imports: microseconds when warm, [] while Postgres is away, never an exception for an outage."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import time
 from asyncio import Task, create_task, wait
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Literal
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import anyio
 import asyncpg
 from pgvector import HalfVector
 
 from reactor import db
+from reactor.borrowing import borrowed
 from reactor.cache import LRUCache, recall_key
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.listener import Listener, Wakeup
-from reactor.models import Embedders
 from reactor.log import get_log, shows
+from reactor.models import Embedders
+from reactor.notes import Notes, checked_metadata, checked_tenant, checked_text, new_note
 from reactor.settings import Settings, load_settings
-from reactor.text import clean, clean_json, is_blank, normalise_query
+from reactor.text import QUERY_CHARACTERS, clean, normalise_query
 
 Degraded = Literal["postgres", "deadline", "lexical"]
+T = TypeVar("T")
 _EMBED_SHARE = 0.6  # of the deadline; after it the question is answered by its words
+_CONNECT_S = 10.0  # what a connection may take that no search waits for: over a far network more than a deadline
+_FLUSH_S = 5.0
 _MOST_TENANTS = 10_000  # whose versions one process remembers
-_KEY_LENGTH = 200
+_QUESTION_VECTORS = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hit:
     """One source row's best memory. `score` is in 0..1 and comparable within one answer only."""
 
@@ -47,7 +54,7 @@ class Hit:
 
 
 class Hits(list[Hit]):
-    """Hits, best first. `degraded` says why the answer may be less than the truth.
+    """Hits, best first, the caller's own. `degraded` says why the answer may be less than the truth.
 
     "postgres": the database is out of reach; "deadline": it took too long; both come with no hits.
     "lexical": the question could not be embedded in time, so it was answered by its words alone.
@@ -58,24 +65,27 @@ class Hits(list[Hit]):
         self.degraded = degraded
 
 
-@dataclass(slots=True)
-class _Flight:
-    """One search under way, however many asked for it."""
-
-    done: anyio.Event
-    hits: Hits | None = None
-    error: Exception | None = None
+_Answer: TypeAlias = tuple[Sequence[Hit], Degraded | None]  # shared by its askers, so nobody's own
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
     tenant_id: str
     query: str | None  # None: the newest
+    normalised: str | None
     k: int
     kinds: tuple[str, ...] | None
     since: datetime | None
     until: datetime | None
     metadata: dict[str, Any] | None
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What was last read or heard of a tenant's memories."""
+
+    version: int = -1  # the highest; -1: none yet
+    model: str | None = None  # what its vectors are in; None: the target, as far as we know
 
 
 @dataclass(slots=True)
@@ -92,36 +102,22 @@ class _Statistics:
         return self.hits / asked if asked else 0.0
 
 
-@dataclass(slots=True)
-class _Note:
-    tenant_id: str
-    text: str
-    kind: str
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
 class Memory:
     """Open it once a process with `Memory.open`, and share it between tasks."""
 
     def __init__(self, settings: Settings, pool: db.Pool, embedders: Embedders) -> None:
-        self._settings = settings
         self._pool = pool
         self._embedders = embedders
         self._log = get_log()
         self._deadline_s = settings.search_deadline_s
-        self._cache = LRUCache(capacity=settings.cache_capacity, ttl=settings.cache_ttl_s, timeout=None)
-        self._vectors = LRUCache(capacity=max(settings.cache_capacity, 1000), timeout=None)
-        self._flights: dict[str, _Flight] = {}
-        self._tasks: set[Task[None]] = set()
-        self._versions: OrderedDict[str, int] = OrderedDict()  # by tenant's hash: the highest heard or seen
-        self._models: dict[str, str] = {}  # tenants whose vectors are in another model than ours
-        self._generation = 0  # moves when notifications may have been missed
+        self._capacity, self._ttl_s = settings.cache_capacity, settings.cache_ttl_s
+        self._vectors = LRUCache(capacity=max(self._capacity, _QUESTION_VECTORS), timeout=None)
+        self._notes = Notes(pool, log=self._log)
+        self._flights: dict[str, Task[Any]] = {}  # what is being looked up or embedded, however many asked for it
         self._is_away = False
         self._away = Wakeup()
-        self._notes: deque[_Note] = deque()
-        self._notes_bell = Wakeup()
-        self.notes_lost = 0
         self.statistics = _Statistics()
+        self._forget()
 
     @classmethod
     @asynccontextmanager
@@ -131,35 +127,33 @@ class Memory:
         Never fails because Postgres is down: searches are then empty and say so, and recover by themselves.
 
         Raises:
-            Misuse: The environment is wrong.
+            Misuse: The environment, or `dsn`, is wrong.
         """
         settings = settings or load_settings()
         if dsn is None:
             dsn = await _default_dsn(settings)
+        if not dsn.startswith(("postgresql://", "postgres://")):
+            raise Misuse("the database address is not a postgresql://... one")
         async with AsyncExitStack() as stack:
             pool = db.create_pool(
                 dsn,
                 application="memory-reactor reader",
                 size=settings.pool_size,
-                timeout_s=settings.search_deadline_s,
+                timeout_s=_CONNECT_S,
                 statement_cache_size=0,  # any pooler will do
             )
-            try:
-                await pool
-            except ValueError as exc:
-                raise Misuse(f"the database address is not one: {type(exc).__name__}") from None
+            await pool
             stack.callback(pool.terminate)
             embedders = Embedders(settings)
             stack.push_async_callback(embedders.aclose)
             memory = cls(settings, pool, embedders)
-            # One task owns every loop of ours, so that no cancel scope spans the caller's code.
-            loops = create_task(memory._run_loops(dsn))
-            loops.add_done_callback(memory._tell_loops_ended)
+            # Tasks of our own, so that no cancel scope spans the caller's code.
+            loops, writer = create_task(memory._run_loops(dsn)), create_task(memory._notes.run())
             try:
                 yield memory
             finally:
                 with anyio.CancelScope(shield=True):
-                    await memory._close(loops)
+                    await memory._close(loops, writer)
 
     async def warm(self) -> None:
         """Load the embedding model now, so that the first search need not; a failure is left to that search."""
@@ -187,7 +181,7 @@ class Memory:
             query: Cut to 2,000 characters. A blank one finds nothing.
             k: Clamped to 1..100.
             kinds: Only memories of these kinds; [] finds nothing.
-            since: Only from this instant on (inclusive).
+            since: Only from this instant on (inclusive). One without a zone is local time, as in `datetime`.
             until: Only before this instant.
             metadata: Only memories whose metadata contains this.
 
@@ -197,163 +191,169 @@ class Memory:
         Raises:
             ValueError, TypeError: The tenant or an argument is not what it should be.
         """
-        text = clean(query)
-        question = _Question(
-            _tenant(tenant_id), text, _clamp(k), _kinds(kinds), since, until, clean_json(dict(metadata)) if metadata else None
+        text = clean(checked_text("query", query)[: 2 * QUERY_CHARACTERS])[:QUERY_CHARACTERS]
+        return await self._recall(
+            _Question(
+                checked_tenant(tenant_id),
+                text,
+                normalise_query(text),
+                _clamp(k),
+                _kinds(kinds),
+                _instant("since", since),
+                _instant("until", until),
+                checked_metadata(metadata),
+            )
         )
-        normalised = normalise_query(text)
-        if not normalised or question.kinds == ():
-            return Hits()
-        return await self._recall(question, normalised)
 
     async def recent(
-        self, tenant_id: str, k: int = 10, *, kinds: Sequence[str] | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        tenant_id: str,
+        k: int = 10,
+        *,
+        kinds: Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Hits:
         """The tenant's newest source rows, newest first, each with its whole stored text; otherwise as `search`."""
-        question = _Question(
-            _tenant(tenant_id), None, _clamp(k), _kinds(kinds), None, None, clean_json(dict(metadata)) if metadata else None
+        return await self._recall(
+            _Question(
+                checked_tenant(tenant_id), None, None, _clamp(k), _kinds(kinds), None, None, checked_metadata(metadata)
+            )
         )
-        if question.kinds == ():
+
+    async def _recall(self, question: _Question) -> Hits:
+        if question.normalised == "" or question.kinds == ():
             return Hits()
-        return await self._recall(question, None)
-
-    async def _recall(self, question: _Question, normalised: str | None) -> Hits:
         started = time.perf_counter()
-        name = _hash(question.tenant_id)
-        version = self._versions.setdefault(name, -1)  # from here on we hear of its changes
-        key = None
-        if version >= 0:
-            key = self._key(question, normalised, version)
-            cached: list[Hit] | None = await self._cache.get(key)
-            if cached is not None:
-                self.statistics.hits += 1
-                self._tell(question, "hit", len(cached), started)
-                return Hits(cached)
-        hits = await self._join_flight(question, normalised, key or self._key(question, normalised, -1), started)
-        if hits.degraded is None:
-            self.statistics.misses += 1
+        key = self._key(question, self._known(question.tenant_id).version)
+        hits: Sequence[Hit] | None = await self._cache.get(key)
+        degraded: Degraded | None = None
+        if hits is not None:
+            self.statistics.hits += 1
+            outcome = "hit"
         else:
-            self.statistics.degraded += 1
-        self._tell(question, "miss" if hits.degraded is None else "degraded", len(hits), started)
-        if hits.degraded is not None:
-            self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=hits.degraded)
-        return hits
+            hits, degraded = await self._join_flight(question, key, started)
+            if degraded is None:
+                self.statistics.misses += 1
+                outcome = "miss"
+            else:
+                self.statistics.degraded += 1
+                outcome = "degraded"
+                self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=degraded)
+        if shows(logging.INFO):
+            self._log.info(
+                "recall",
+                tenant_id=question.tenant_id,
+                outcome=outcome,
+                n=len(hits),
+                latency_ms=round((time.perf_counter() - started) * 1000, 3),
+                hit_rate=round(self.statistics.hit_rate, 4),
+            )
+        return Hits(_own(hits), degraded)
 
-    def _key(self, question: _Question, normalised: str | None, version: int) -> str:
+    def _key(self, question: _Question, version: int) -> str:
         return recall_key(
             question.tenant_id,
-            "recent" if normalised is None else "search",
-            query=normalised,
+            "recent" if question.query is None else "search",
+            query=question.normalised,
             k=question.k,
             kinds=question.kinds,
             since=question.since,
             until=question.until,
             metadata=question.metadata,
             version=version,
-            generation=self._generation,
         )
 
-    async def _join_flight(self, question: _Question, normalised: str | None, key: str, started: float) -> Hits:
+    async def _join_flight(self, question: _Question, key: str, started: float) -> _Answer:
         """Wait for the one search of this key, under the caller's own deadline."""
         if self._is_away:
-            return Hits(degraded="postgres")
+            return (), "postgres"
+        flight = self._fly(key, lambda: self._look_up(question))
+        await wait([flight], timeout=self._deadline_s - (time.perf_counter() - started))
+        if not flight.done():
+            return (), "deadline"
+        return ((), "postgres") if flight.cancelled() else flight.result()  # cancelled: we were closed
+
+    def _fly(self, key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> Task[T]:
+        """The task that does `work`, or the one that is doing it already. No caller's cancellation ends it."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(anyio.Event())
-            task = create_task(self._fly(flight, question, normalised, key))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        with anyio.move_on_after(self._deadline_s - (time.perf_counter() - started)):
-            await flight.done.wait()
-            if flight.error is not None:
-                raise flight.error
-            assert flight.hits is not None  # noqa: S101  # done is set after one of the two
-            return Hits(flight.hits, flight.hits.degraded)
-        return Hits(degraded="deadline")
+            flight = self._flights[key] = create_task(work())
+            flight.add_done_callback(lambda ended: self._land(key, ended))
+        return flight
 
-    async def _fly(self, flight: _Flight, question: _Question, normalised: str | None, key: str) -> None:
-        try:
-            flight.hits = await self._look_up(question, normalised)
-        except Unavailable:
-            self._go_away()
-            flight.hits = Hits(degraded="postgres")
-        except Exception as exc:  # noqa: BLE001  # a bug: raised in every caller that waits
-            flight.error = exc
-        finally:
-            self._flights.pop(key, None)
-            flight.done.set()
+    def _land(self, key: str, flight: Task[Any]) -> None:
+        del self._flights[key]
+        if not flight.cancelled() and (error := flight.exception()) is not None:  # a bug: whoever waits gets it, too
+            self._log.error("recall_failed", error_code=type(error).__name__)
 
-    async def _look_up(self, question: _Question, normalised: str | None) -> Hits:
-        degraded: Degraded | None = None
-        embedder = self._embedder_for(question.tenant_id)
-        vector = None
-        if normalised is not None:
-            vector = await self._vector(embedder, question, normalised)
-            degraded = None if vector is not None else "lexical"
-        rows = await self._fetch(question, vector, embedder)
-        version, model = rows[0]["version"], rows[0]["model"]
-        if vector is not None and model is not None and embedder is not None and model != embedder.model:
-            # The tenant's vectors are in another model than we asked in: ask again in that one, or by words.
-            self._models[question.tenant_id] = model
-            embedder = self._embedder_for(question.tenant_id)
-            vector = await self._vector(embedder, question, normalised or "")
-            degraded = None if vector is not None else "lexical"
-            rows = await self._fetch(question, vector, embedder)
-            version = rows[0]["version"]
-        hits = Hits(
-            (
-                Hit(
-                    row["memory_id"],
-                    row["kind"],
-                    row["source_id"],
-                    row["content"],
-                    min(max(row["score"], 0.0), 1.0),
-                    row["occurred_at"],
-                    row["metadata"],
-                )
-                for row in rows
-                if row["memory_id"] is not None
-            ),
-            degraded,
-        )
-        if self._see_version(question.tenant_id, version) and degraded is None:
-            await self._cache.set(self._key(question, normalised, version), list(hits))
-        return hits
+    async def _look_up(self, question: _Question) -> _Answer:
+        known = self._known(question.tenant_id)
+        embed_by = time.perf_counter() + self._deadline_s * _EMBED_SHARE
+        for _ in range(2):  # again where the tenant's vectors turn out to be in another model
+            embedder = self._embedder_of(known.model)
+            vector = await self._vector(embedder, question, embed_by)
+            try:
+                rows = await self._fetch(question, vector, embedder)
+            except Unavailable as exc:
+                if exc.code == "deadline":
+                    return (), "deadline"
+                self._is_away = True
+                self._away.ring()
+                return (), "postgres"
+            version, model = rows[0]["version"], rows[0]["model"]
+            asked = known.model if embedder is None else embedder.model
+            if question.query is None or model is None or model == asked:
+                break
+            known.model = model
+        hits = tuple(_hit(row) for row in rows if row["memory_id"] is not None)
+        if question.query is not None and vector is None:
+            return hits, "lexical"
+        # An answer older than what was heard meanwhile is not kept; nor one of a tenant whose news we may have missed.
+        if version >= known.version and self._known(question.tenant_id) is known:
+            known.version = version
+            await self._cache.set(self._key(question, version), hits)
+        return hits, None
 
-    def _embedder_for(self, tenant_id: str) -> Embedder | None:
-        model = self._models.get(tenant_id)
-        if model is None:
-            return self._embedders.target
+    def _embedder_of(self, model: str | None) -> Embedder | None:
         try:
             return self._embedders.of_model(model)
         except Unavailable:
             return None
 
-    async def _vector(self, embedder: Embedder | None, question: _Question, normalised: str) -> HalfVector | None:
-        """The question's vector, remembered by model and wording; None when the model does not answer in time."""
-        if embedder is None:
+    async def _vector(self, embedder: Embedder | None, question: _Question, embed_by: float) -> HalfVector | None:
+        """The question's vector, remembered by model and wording; None when the model does not answer in time.
+
+        A late one is still remembered, for the next time.
+        """
+        if embedder is None or question.query is None:
             return None
-        key = recall_key(question.tenant_id, embedder.model, query=normalised)
-        cached: HalfVector | None = await self._vectors.get(key)
-        if cached is not None:
-            return cached
+        key = recall_key(question.tenant_id, embedder.model, query=question.normalised)
+        vector: HalfVector | None = await self._vectors.get(key)
+        if vector is None:
+            query = question.query
+            flight = self._fly(key, lambda: self._embed(embedder, query, key))
+            await wait([flight], timeout=embed_by - time.perf_counter())
+            vector = flight.result() if flight.done() else None
+        return vector
+
+    async def _embed(self, embedder: Embedder, query: str, key: str) -> HalfVector | None:
         try:
-            with anyio.fail_after(self._deadline_s * _EMBED_SHARE):
-                vector = HalfVector(await embedder.embed_query((question.query or "")[:2000]))
-        except (Unavailable, Permanent, TimeoutError):
+            vector = HalfVector(await embedder.embed_query(query))
+        except (Unavailable, Permanent):
             return None
         await self._vectors.set(key, vector)
         return vector
 
-    async def _fetch(self, question: _Question, vector: HalfVector | None, embedder: Embedder | None) -> list[asyncpg.Record]:
-        """One statement; a connection that does not answer in time is dropped, not waited for.
+    async def _fetch(
+        self, question: _Question, vector: HalfVector | None, embedder: Embedder | None
+    ) -> list[asyncpg.Record]:
+        """One statement; at least one row, which holds the version and the model.
 
         Raises:
             Unavailable: Postgres is out of reach, or slower than the deadline.
         """
-        with db.reaching(), anyio.fail_after(self._deadline_s):
-            conn = await self._pool.acquire(timeout=self._deadline_s)
-            try:
+        try:
+            async with borrowed(self._pool, self._deadline_s) as conn:
                 return await conn.fetch(
                     "select * from reactor.recall($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                     question.tenant_id,
@@ -366,13 +366,8 @@ class Memory:
                     question.until,
                     question.metadata,
                 )
-            except BaseException as exc:
-                if not isinstance(exc, asyncpg.PostgresError):
-                    conn.terminate()
-                raise
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._pool.release(conn)
+        except asyncpg.QueryCanceledError as exc:  # the role's statement_timeout
+            raise Unavailable("Postgres canceled a search", code="deadline") from exc
 
     # --- writing ---
 
@@ -382,162 +377,116 @@ class Memory:
         """Write a note of the tenant's down and return its id; it can be recalled once the reactor has embedded it.
 
         Raises:
-            Unavailable: Postgres is out of reach; nothing was written.
-            ValueError: The text is blank, or the tenant no tenant.
+            Unavailable: Postgres is out of reach, or did not answer within 5 s.
+            ValueError, TypeError: The text is blank, or an argument is not what it should be.
         """
-        note = _note(tenant_id, text, kind, metadata)
-        async with db.tenant(self._pool, note.tenant_id, timeout_s=5.0) as conn:
-            note_id: int = await conn.fetchval(_INSERT_NOTE, note.tenant_id, note.kind, note.text, note.metadata)
-            return note_id
+        return await self._notes.write(new_note(tenant_id, text, kind, metadata))
 
     def remember_soon(
         self, tenant_id: str, text: str, *, kind: str = "note", metadata: Mapping[str, Any] | None = None
     ) -> bool:
         """`remember` in the background: returns at once and never raises. False when the note was lost.
 
-        At most 1,000 notes wait; one too many, or a wrong one, is counted in `notes_lost` and logged. Closing the memory
-        writes what waits, for up to 5 s.
+        At most 1,000 notes wait; one too many, or a wrong one, is counted in `notes_lost` and logged. Closing the
+        memory writes what waits, for up to 5 s.
         """
         try:
-            note = _note(tenant_id, text, kind, metadata)
-        except (ValueError, TypeError) as exc:
-            return self._lose(1, type(exc).__name__)
-        if len(self._notes) >= _MOST_NOTES:
-            return self._lose(1, "buffer_full")
-        self._notes.append(note)
-        self._notes_bell.ring()
-        return True
+            note = new_note(tenant_id, text, kind, metadata)
+        except Exception as exc:  # noqa: BLE001  # whatever a mapping of the caller's own may raise
+            self._notes.lose(1, type(exc).__name__)
+            return False
+        return self._notes.write_soon(note)
 
-    def _lose(self, count: int, error_code: str) -> bool:
-        self.notes_lost += count
-        self._log.error("notes_lost", error_code=error_code, lost=count, lost_in_all=self.notes_lost)
-        return False
+    @property
+    def notes_lost(self) -> int:
+        """How many notes given to `remember_soon` were lost since open."""
+        return self._notes.lost
 
-    async def _write_notes(self) -> None:
-        """Write what waits, oldest first.
-
-        Raises:
-            Unavailable: Postgres is out of reach; what was not written still waits.
-        """
-        while self._notes:
-            note = self._notes[0]
-            async with db.tenant(self._pool, note.tenant_id, timeout_s=5.0) as conn:
-                same = [other for other in list(self._notes)[:200] if other.tenant_id == note.tenant_id]
-                await conn.executemany(_INSERT_NOTE, [(n.tenant_id, n.kind, n.text, n.metadata) for n in same])
-            for written in same:
-                self._notes.remove(written)
-
-    # --- the loops behind it ---
+    # --- behind it ---
 
     async def _run_loops(self, dsn: str) -> None:
         listener = Listener(
             dsn,
             {"reactor_versions": self._hear},
             log=self._log,
-            on_ready=self._forget_versions,
+            on_ready=self._forget,
             application="memory-reactor reader",
         )
         async with anyio.create_task_group() as loops:
-            loops.start_soon(listener.run)
-            loops.start_soon(self._come_back_loop)
-            loops.start_soon(self._notes_loop)
-            loops.start_soon(self.warm)
+            for loop in (listener.run, self._reach_loop, self.warm):
+                loops.start_soon(self._keep, loop)
 
-    async def _close(self, loops: Task[None]) -> None:
-        """Stop the loops, write what waits.
+    async def _keep(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A loop that dies of a bug takes no other with it, and is heard of."""
+        try:
+            await loop()
+        except Exception as exc:  # noqa: BLE001  # there is no caller to raise it in
+            self._log.error("memory_loop_died", loop=loop.__qualname__, error_code=type(exc).__name__)
 
-        Raises:
-            Exception: A loop had died of a bug; it was logged when it did.
-        """
-        for task in list(self._tasks):
+    async def _close(self, loops: Task[None], writer: Task[None]) -> None:
+        """Write what waits, then end every task of ours."""
+        self._notes.close()
+        await wait([writer], timeout=_FLUSH_S)
+        ours = [loops, writer, *self._flights.values()]
+        for task in ours:
             task.cancel()
-        loops.cancel()
-        await wait([loops])
-        if self._notes:
-            with anyio.move_on_after(5.0), suppress(Unavailable):
-                await self._write_notes()
-            if self._notes:
-                self._lose(len(self._notes), "closed")
-        if not loops.cancelled() and (error := loops.exception()) is not None:
-            raise error
+        await wait(ours)
+        self._notes.give_up()
 
-    def _tell_loops_ended(self, loops: Task[None]) -> None:
-        if not loops.cancelled() and (error := loops.exception()) is not None:
-            self._log.error("memory_loops_died", error_code=type(error).__name__)
+    def _known(self, tenant_id: str) -> _Known:
+        """What we know of a tenant; from here on its news are heard."""
+        name = _hash(tenant_id)
+        known = self._tenants.get(name)
+        if known is None:
+            known = self._tenants[name] = _Known()
+            if len(self._tenants) > _MOST_TENANTS:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(name)
+        return known
 
     def _hear(self, payload: str) -> None:
         for pair in payload.split(","):
             name, _, version = pair.partition(":")
-            if name in self._versions and version.isdigit():
-                self._versions[name] = max(self._versions[name], int(version))
+            known = self._tenants.get(name)
+            if known is not None and version.isdecimal():
+                known.version = max(known.version, int(version))
 
-    def _forget_versions(self) -> None:
-        """What was sent while nobody listened is lost: nothing cached before may be answered as current."""
-        self._generation += 1
+    def _forget(self) -> None:
+        """Start anew: what was sent while nobody listened is lost, so nothing cached before passes as current."""
+        self._tenants: OrderedDict[str, _Known] = OrderedDict()  # by hash, as they are called in notifications
+        self._cache = LRUCache(capacity=self._capacity, ttl=self._ttl_s, timeout=None)
 
-    def _see_version(self, tenant_id: str, version: int) -> bool:
-        """Remember a version read with an answer; False when a newer one has been heard of meanwhile."""
-        name = _hash(tenant_id)
-        known = self._versions.get(name, -1)
-        self._versions[name] = max(known, version)
-        self._versions.move_to_end(name)
-        while len(self._versions) > _MOST_TENANTS:
-            self._versions.popitem(last=False)
-        return version >= known
-
-    def _go_away(self) -> None:
-        if not self._is_away:
-            self._is_away = True
-            self._away.ring()
-
-    async def _come_back_loop(self) -> None:
-        """While Postgres is away, ask for it, so that no search has to."""
+    async def _reach_loop(self) -> None:
+        """Connect before the first search does; while Postgres is away, ask for it, so that no search has to."""
         while True:
+            delay_s, timeout_s = 0.2, self._deadline_s
+            while not await self._reaches(timeout_s):
+                self._is_away = True
+                await anyio.sleep(delay_s)
+                delay_s, timeout_s = min(delay_s * 2, 2.0), _CONNECT_S
+            self._is_away = False
             await self._away.wait(3600.0)
             self._away.clear()
-            delay_s = 0.2
-            while self._is_away:
-                await anyio.sleep(delay_s)
-                delay_s = min(delay_s * 2, 2.0)
-                with suppress(Unavailable), db.reaching(), anyio.fail_after(self._deadline_s):
-                    conn = await self._pool.acquire(timeout=self._deadline_s)
-                    try:
-                        await conn.execute("select 1")
-                        self._is_away = False
-                    except BaseException:
-                        conn.terminate()
-                        raise
-                    finally:
-                        with anyio.CancelScope(shield=True):
-                            await self._pool.release(conn)
 
-    async def _notes_loop(self) -> None:
-        delay_s = 0.2
-        while True:
-            await self._notes_bell.wait(3600.0)
-            self._notes_bell.clear()
+    async def _reaches(self, timeout_s: float) -> bool:
+        """Whether Postgres answers. Every idle connection is asked: any may be half-open, and is dropped then."""
+        answers: list[bool] = []
+
+        async def ask() -> None:
             try:
-                await self._write_notes()
-                delay_s = 0.2
+                async with borrowed(self._pool, timeout_s) as conn:
+                    await conn.execute("select 1")
             except Unavailable:
-                await anyio.sleep(delay_s)
-                delay_s = min(delay_s * 2, 5.0)
-                self._notes_bell.ring()
+                return
+            except Exception as exc:  # noqa: BLE001  # what is wrong, the next search raises in its caller
+                self._log.error("memory_cannot_connect", error_code=type(exc).__name__)
+            answers.append(True)
 
-    def _tell(self, question: _Question, outcome: str, n: int, started: float) -> None:
-        if shows(logging.INFO):
-            self._log.info(
-                "recall",
-                tenant_id=question.tenant_id,
-                outcome=outcome,
-                n=n,
-                latency_ms=round((time.perf_counter() - started) * 1000, 3),
-                hit_rate=round(self.statistics.hit_rate, 4),
-            )
-
-
-_MOST_NOTES = 1000
-_INSERT_NOTE = "insert into reactor.notes (tenant_id, kind, content, metadata) values ($1, $2, $3, $4) returning id"
+        async with anyio.create_task_group() as asking:
+            for _ in range(max(1, self._pool.get_idle_size())):
+                asking.start_soon(ask)
+        return any(answers)
 
 
 async def _default_dsn(settings: Settings) -> str:
@@ -549,29 +498,55 @@ async def _default_dsn(settings: Settings) -> str:
     return server.dsn
 
 
-def _tenant(tenant_id: str) -> str:
-    if not isinstance(tenant_id, str) or not 0 < len(tenant_id) <= _KEY_LENGTH or clean(tenant_id) != tenant_id:
-        raise ValueError(f"a tenant is a text of 1 to {_KEY_LENGTH} characters")
-    return tenant_id
+def _hit(row: asyncpg.Record) -> Hit:
+    return Hit(
+        row["memory_id"],
+        row["kind"],
+        row["source_id"],
+        row["content"],
+        min(max(row["score"], 0.0), 1.0),
+        row["occurred_at"],
+        row["metadata"],
+    )
+
+
+def _own(hits: Sequence[Hit]) -> list[Hit]:
+    """Copies that a caller may change."""
+    return [
+        Hit(h.memory_id, h.kind, h.source_id, h.content, h.score, h.occurred_at, _own_json(h.metadata) if h.metadata else {})
+        for h in hits
+    ]
+
+
+def _own_json(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _own_json(item) for name, item in value.items()}
+    if type(value) is list:
+        return [_own_json(item) for item in value]
+    return value
 
 
 def _clamp(k: int) -> int:
-    return min(max(int(k), 1), 100)
+    return min(max(operator.index(k), 1), 100)
 
 
 def _kinds(kinds: Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(kinds, str):
         raise TypeError("kinds is a list of kinds, not one text")
-    return None if kinds is None else tuple(sorted({clean(kind) for kind in kinds}))
+    return None if kinds is None else tuple(sorted({clean(checked_text("kinds", kind)) for kind in kinds}))
 
 
-def _note(tenant_id: str, text: str, kind: str, metadata: Mapping[str, Any] | None) -> _Note:
-    if is_blank(text):
-        raise ValueError("there is nothing to remember in a blank text")
-    if is_blank(kind):
-        raise ValueError("a note needs a kind")
-    return _Note(_tenant(tenant_id), clean(text), clean(kind), clean_json(dict(metadata)) if metadata else {})
+def _instant(name: str, value: datetime | None) -> datetime | None:
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise TypeError(f"{name} is a datetime, not {type(value).__name__}")
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond the calendar") from None
 
 
+@lru_cache(maxsize=_MOST_TENANTS)
 def _hash(tenant_id: str) -> str:
     return hashlib.sha256(tenant_id.encode()).hexdigest()

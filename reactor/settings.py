@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from reactor.errors import Misuse
 
-
-def _blank_is_absent(value: object) -> object:
-    return None if value == "" else value
-
-
 LOCAL_MODEL = "use-multilingual"
 VOYAGE_MODEL = "voyage-4"
-Optional = BeforeValidator(_blank_is_absent)
+
+
+def _postgres_address(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value().startswith(("postgresql://", "postgres://")):
+        raise ValueError("not a postgresql://user:password@host/database address")
+    return value
+
+
+def _http_address(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("not an http:// or https:// address")
+    return value
 
 
 class Settings(BaseSettings):
@@ -25,15 +31,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="REACTOR_", frozen=True, populate_by_name=True)
 
-    database_url: Annotated[SecretStr | None, Optional] = Field(
+    database_url: Annotated[SecretStr, AfterValidator(_postgres_address)] | None = Field(
         None, validation_alias=AliasChoices("DATABASE_URL", "database_url")
     )
-    voyage_api_key: Annotated[SecretStr | None, Optional] = Field(
-        None, validation_alias=AliasChoices("VOYAGE_API_KEY", "voyage_api_key")
-    )
+    voyage_api_key: SecretStr | None = Field(None, validation_alias=AliasChoices("VOYAGE_API_KEY", "voyage_api_key"))
     home: Path = Path(".reactor")
-    embedding_model: Annotated[str | None, Optional] = None
-    voyage_base_url: Annotated[str | None, Optional] = None
+    embedding_model: str | None = None
+    voyage_base_url: Annotated[str, AfterValidator(_http_address)] | None = None
     cache_capacity: int = Field(100, ge=1, le=1_000_000)  # entries of one process
     cache_ttl_s: float = Field(300.0, gt=0, le=86_400)
     search_deadline_s: float = Field(0.8, gt=0, le=60)
@@ -42,7 +46,14 @@ class Settings(BaseSettings):
     drain_s: float = Field(20.0, ge=0, le=600)  # how long SIGTERM lets running handlers finish
     reconcile_s: float = Field(3600.0, ge=1, le=604_800)  # between two scheduled looks for rows that bypassed triggers
     pool_size: int = Field(10, ge=2, le=200)  # connections of one process, the listener's apart
-    handlers: Annotated[Path | None, Optional] = None  # a folder of handler modules beside the built-in ones
+    handlers: Path | None = None  # a folder of handler modules beside the built-in ones
+
+    @model_validator(mode="before")
+    @classmethod
+    def _blank_is_absent(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A value loses the spaces and line ends that files leave around it; a blank one counts as absent."""
+        stripped = {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
+        return {name: value for name, value in stripped.items() if value != ""}
 
     def target_model(self) -> str:
         """The embedding model new tenants get."""
@@ -59,7 +70,7 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**overrides)  # type: ignore[arg-type]
     except ValidationError as exc:
         first = exc.errors(include_input=False, include_url=False)[0]
-        field = str(first["loc"][0])
-        name = field if field.isupper() else f"REACTOR_{field.upper()}"
+        field = str(first["loc"][0]).upper()
+        name = field if field in {"DATABASE_URL", "VOYAGE_API_KEY"} else f"REACTOR_{field}"
         more = f" (and {exc.error_count() - 1} more)" if exc.error_count() > 1 else ""
-        raise Misuse(f"{name}: {first['msg']}{more}") from None
+        raise Misuse(f"{name}: {first['msg'].removeprefix('Value error, ')}{more}") from None

@@ -28,6 +28,8 @@ async def source_ids(pool: Pool) -> list[int]:
 async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] = lambda _rows: None) -> dict[str, int]:
     """Bring one source's jobs to what its rows owe; each page is a transaction of its own.
 
+    `progress` hears how many rows were looked at; of a tenant's last page, how many were enqueued.
+
     Returns:
         Counts: `enqueued` (rows missing or changed), `orphans` (memories whose row is gone), `truncated` (memories
         removed after a TRUNCATE), `triggers_placed` (partitions found without triggers).
@@ -38,11 +40,8 @@ async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] 
     """
     [[placed]] = await _fetch(pool, "select reactor.reconcile_triggers($1)", source)
     found = {"enqueued": 0, "orphans": 0, "truncated": 0, "triggers_placed": placed}
-    unseen = await _fetch(pool, "select unseen::text[] as unseen from reactor.sources where id = $1", source)
-    truncations = await _fetch(
-        pool, "select max(version) as version from reactor.tombstones where tenant_id = '' and source = $1", source
-    )
-    truncated_at = truncations[0]["version"]
+    [start] = await _fetch(pool, "select * from reactor.start_reconcile($1)", source)
+    truncated_at = start["truncated_at"]
     for row in await _fetch(pool, "select t from reactor.source_tenants($1) t order by t", source):
         tenant_id = row["t"]
         if truncated_at is not None:
@@ -56,32 +55,24 @@ async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] 
                 pool, "select * from reactor.reconcile_page($1, $2, $3, $4)", source, tenant_id, after, _PAGE
             )
             found["enqueued"] += page["enqueued"]
-            progress(page["enqueued"])
             after = page["last"]
+            progress(page["enqueued"] if after is None else _PAGE)
             if after is None:
                 break
         [[count]] = await _fetch(pool, "select reactor.reconcile_orphans($1, $2)", source, tenant_id)
         found["orphans"] += count
     await _fetch(
-        pool,
-        "with seen as (update reactor.sources set unseen = array(select u from unnest(unseen) u where not u::text = any ($2)) "
-        "where id = $1) delete from reactor.tombstones where tenant_id = '' and source = $1 and version <= $3",
-        source,
-        unseen[0]["unseen"] if unseen else [],
-        truncated_at or 0,
+        pool, "select reactor.end_reconcile($1, $2, $3, $4)", source, start["unseen"], truncated_at, start["buries_all"]
     )
-    await _fetch(pool, "select reactor.ring()")
     return found
 
 
 async def count_rows(pool: Pool, source: int) -> int:
-    """About how many rows a source's table has, by the planner's statistics."""
-    [[rows]] = await _fetch(
-        pool,
-        "select coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint from reactor.sources s, "
-        "lateral reactor.relations_of(s.relation) r join pg_class c on c.oid = r and c.relkind = 'r' where s.id = $1",
-        source,
-    )
+    """How many rows a source's table has, "when" aside: nothing beside the look that follows."""
+    [[relation]] = await _fetch(
+        pool, "select relation::text from reactor.sources where id = $1", source
+    )  # quoted by Postgres
+    [[rows]] = await _fetch(pool, f"select count(*) from {relation}")
     count: int = rows
     return count
 
@@ -96,7 +87,9 @@ async def open_missed_changes_alert(pool: Pool, source: int, found: dict[str, in
         if is_new:
             log.error("alert_opened", cause="missed_changes", source=source, **found)
     else:
-        [[was_open]] = await _fetch(pool, "select reactor.resolve_alert('missed_changes', 'source ' || $1::text)", str(source))
+        [[was_open]] = await _fetch(
+            pool, "select reactor.resolve_alert('missed_changes', 'source ' || $1::text)", str(source)
+        )
         if was_open:
             log.info("alert_resolved", cause="missed_changes", source=source)
 

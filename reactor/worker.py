@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
+import anyio.abc
 import asyncpg
 
 from reactor.errors import Permanent, StaleClaim, Unavailable
 from reactor.job import Dead, Done, Failed, Handler, HandlerFunction, Job, Outcome, Settled, Snooze
-from reactor.jobs import Jobs
+from reactor.jobs import Ending, Jobs
 from reactor.listener import Wakeup
 from reactor.log import Log
 
+_FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 60.0
+_MOST_RETRY_AFTER_S = 86_400.0
 _BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
+_RETRY_S = 1.0
+_SETTLE_S = 5.0  # what a stop grants the last settlement beyond the drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Worker:
         self._settle_bell = Wakeup()
         self._outages: Counter[str] = Counter()  # in a row, by lane
         self._paused_until: dict[str, float] = {}  # monotonic, by lane
+        self._away: set[str] = set()  # what failed when it last asked Postgres: an outage is one line, not one a second
         self._stopping = False
         self._is_drained = anyio.Event()
         self._settled = anyio.Event()
@@ -83,7 +88,7 @@ class Worker:
             self._is_drained.set()
             self._settle_bell.ring()
             # The settle loop ends by itself once everything is settled; the heartbeat has no reason to.
-            with anyio.move_on_after(self._drain_s):
+            with anyio.move_on_after(_SETTLE_S):
                 await self._settled.wait()
             upkeep.cancel_scope.cancel()
 
@@ -92,16 +97,21 @@ class Worker:
         limits = self._room()
         if not limits:
             return min(self._poll_s, self._pause_s())
+        most = {type_: self._handlers[type_].spec.max_attempts for type_ in limits}
+        due_s: float | None = None
         try:
-            claimed = await self._jobs.claim(limits)
+            claimed = await self._jobs.claim(limits, most)
             if not claimed:
                 due_s = await self._jobs.next_due_s(list(limits))
-                if due_s is None:
-                    return min(self._poll_s, self._pause_s())
-                return min(self._poll_s, self._pause_s(), due_s if due_s > 0 else _BLOCKED_S)
-        except Unavailable as exc:
-            self._log.warning("claim_failed", error_code=exc.code)
-            return 1.0
+                if due_s == 0.0:  # it became due between the two statements, or is blocked
+                    claimed = await self._jobs.claim(limits, most)
+                    due_s = _BLOCKED_S
+        except (Unavailable, asyncpg.PostgresError) as exc:
+            self._missed("claim_failed", exc)
+            return _RETRY_S
+        self._away.discard("claim_failed")
+        if not claimed:
+            return min(self._poll_s, self._pause_s(), due_s if due_s is not None else self._poll_s)
         for type_ in limits:
             spec = self._handlers[type_].spec
             mine = [job for job in claimed if job.type == type_]
@@ -111,6 +121,11 @@ class Worker:
                 self._calls[type_] += 1
                 calls.start_soon(self._run_call, self._handlers[type_], batch)
         return 0.0
+
+    def _missed(self, event: str, exc: Exception, **fields: object) -> None:
+        if event not in self._away:
+            self._away.add(event)
+            self._log.warning(event, error_code=_code_of(exc), **fields)
 
     def _room(self) -> dict[str, int]:
         """How many jobs of each type fit now."""
@@ -147,33 +162,53 @@ class Worker:
         A batch that fails as a whole is run again one by one, so that one bad job takes no neighbour down.
         """
         lane = bound.spec.lane or batch[0].type
+        scope = None
         try:
-            with anyio.fail_after(bound.spec.timeout_s):
+            with anyio.fail_after(bound.spec.timeout_s) as scope:
                 returned = await bound.call(batch if bound.spec.batch > 1 else batch[0])
-        except Unavailable as exc:
-            return self._pause(lane, batch, exc)
-        except StaleClaim:  # settling will find the token changed, and say so
-            return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
-        except Permanent as exc:
-            ending: Outcome = Dead(exc.code, str(exc))
-        except TimeoutError:
-            ending = Failed("timeout", f"longer than {bound.spec.timeout_s:g} s")
-        except Exception as exc:  # noqa: BLE001
-            ending = Failed(type(exc).__name__, _where(exc))
-            self._log.error("handler_error", type=batch[0].type, error_code=type(exc).__name__, at=_where(exc), jobs=len(batch))
+        except anyio.get_cancelled_exc_class() as exc:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            problem: BaseException = exc  # nobody cancelled us: a task that the handler waited for was
+        except (Exception, SystemExit) as exc:
+            problem = _heart_of(exc)
         else:
             self._outages.pop(lane, None)
             return [job.outcome or _ending_of(returned) for job in batch]
+        if isinstance(problem, Unavailable):
+            return self._pause(lane, batch, problem)
+        if isinstance(problem, StaleClaim):  # settling will find the token changed, and say so
+            return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
+        ending: Outcome
+        if isinstance(problem, Permanent):
+            ending = Dead(problem.code, str(problem))
+        elif isinstance(problem, TimeoutError) and scope is not None and scope.cancelled_caught:
+            ending = Failed("timeout", f"longer than {bound.spec.timeout_s:g} s")
+        else:
+            ending = Failed(type(problem).__name__, _where(problem))
+            self._log.error(
+                "handler_error", type=batch[0].type, error_code=ending.code, at=ending.message, jobs=len(batch)
+            )
         if len(batch) == 1:
             return [batch[0].outcome or ending]
-        return [job.outcome or (await self._outcomes_of(bound, [job]))[0] for job in batch]
+        outcomes: list[Outcome] = []
+        for job in batch:
+            rest_s = self._paused_until.get(lane, 0.0) - time.monotonic()  # since one of its neighbours, perhaps
+            if job.outcome is None and rest_s <= 0:
+                outcomes += await self._outcomes_of(bound, [job])
+            else:
+                outcomes.append(job.outcome or Snooze(rest_s, "its lane is paused"))
+        return outcomes
 
     def _pause(self, lane: str, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
-        self._outages[lane] += 1
-        delay_s = exc.retry_after_s
-        if delay_s is None:
-            delay_s = min(2.0 ** self._outages[lane], _MOST_PAUSE_S) * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
+        if exc.retry_after_s is not None:
+            delay_s = min(max(0.0, exc.retry_after_s), _MOST_RETRY_AFTER_S)
+        else:
+            longest_s = min(_FIRST_PAUSE_S * 2.0 ** self._outages[lane], _MOST_PAUSE_S)
+            delay_s = longest_s * random.uniform(0.75, 1.0)  # noqa: S311  # jitter
+        if exc.code != "postgres":  # while Postgres is away nothing is claimed anyway
+            self._outages[lane] = min(self._outages[lane] + 1, 16)
         self._paused_until[lane] = max(self._paused_until.get(lane, 0.0), time.monotonic() + delay_s)
         return [job.outcome or Snooze(delay_s, f"{exc.code}: {exc}") for job in batch]
 
@@ -191,13 +226,14 @@ class Worker:
             if batch:
                 try:
                     settled = await self._jobs.settle([(job, outcome) for job, outcome, _ in batch])
-                except Unavailable as exc:
+                except (Unavailable, asyncpg.PostgresError) as exc:
                     # The leases still hold, or will run out: either way nothing is lost.
-                    self._log.warning("settle_failed", error_code=exc.code, jobs=len(batch))
+                    self._missed("settle_failed", exc, jobs=len(batch))
                     self._ended[:0] = batch
                     await anyio.sleep(delay_s)
-                    delay_s = min(delay_s * 2, 5.0)
+                    delay_s = min(delay_s * 2, _RETRY_S)
                     continue
+                self._away.discard("settle_failed")
                 delay_s = 0.1
                 for job, _, _ in batch:
                     self._running.pop(job.id, None)
@@ -208,35 +244,70 @@ class Worker:
             else:
                 await self._settle_bell.wait(self._poll_s)
 
-    def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Any]) -> None:
-        done: dict[tuple[str, float], list[Job]] = {}
+    def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Ending]) -> None:
+        alike: dict[tuple[str, float, str | None], list[Job]] = {}  # a batch's successes are one line, and so is its rest
         for job, outcome, elapsed_ms in batch:
-            if isinstance(outcome, Settled) or (isinstance(outcome, Done) and job.id in settled):
-                done.setdefault((job.type, elapsed_ms), []).append(job)
-                continue
             ending = settled.get(job.id)
-            log = self._log.bind(
-                job_id=job.id, type=job.type, tenant_id=job.tenant_id, attempt=job.attempts, duration_ms=round(elapsed_ms, 1)
-            )
-            if ending is None:
-                log.warning("claim_lost")
-            elif ending.status == "dead":
-                log.error("job_dead", error_code=getattr(outcome, "code", None), error=getattr(outcome, "message", None))
-                log.error("alert_opened", cause="dead_jobs")
-            elif isinstance(outcome, Failed):
-                log.warning("job_failed", error_code=outcome.code, error=outcome.message, next_run_after=ending.run_after.isoformat())
-            elif isinstance(outcome, Snooze):
-                log.info("job_snoozed", reason=outcome.reason, next_run_after=ending.run_after.isoformat())
-        for (type_, elapsed_ms), jobs in done.items():  # a batch's successes are one line
-            one = {"job_id": jobs[0].id, "tenant_id": jobs[0].tenant_id, "attempt": jobs[0].attempts} if len(jobs) == 1 else {}
-            self._log.info("job_done", type=type_, jobs=len(jobs), duration_ms=round(elapsed_ms, 1), **one)
+            if isinstance(outcome, Settled) or (isinstance(outcome, Done) and ending is not None):
+                alike.setdefault((job.type, elapsed_ms, None), []).append(job)
+            elif isinstance(outcome, Snooze) and ending is not None:
+                alike.setdefault((job.type, elapsed_ms, outcome.reason), []).append(job)
+            else:
+                self._tell_one(job, outcome, elapsed_ms, ending)
+        for (type_, elapsed_ms, reason), jobs in alike.items():
+            fields: dict[str, object] = {"type": type_, "jobs": len(jobs), "duration_ms": round(elapsed_ms, 1)}
+            if len(jobs) == 1:
+                fields |= {"job_id": jobs[0].id, "tenant_id": jobs[0].tenant_id, "attempt": jobs[0].attempts}
+            if reason is None:
+                self._log.info("job_done", **fields)
+            else:
+                next_run_after = min(settled[job.id].run_after for job in jobs).isoformat()
+                self._log.info("job_snoozed", reason=reason, next_run_after=next_run_after, **fields)
+
+    def _tell_one(self, job: Job, outcome: Outcome, elapsed_ms: float, ending: Ending | None) -> None:
+        log = self._log.bind(
+            job_id=job.id, type=job.type, tenant_id=job.tenant_id, attempt=job.attempts, duration_ms=round(elapsed_ms, 1)
+        )
+        code, message = getattr(outcome, "code", None), getattr(outcome, "message", None)
+        if ending is None:
+            log.warning("claim_lost")
+        elif ending.status == "dead":
+            log.error("job_dead", error_code=code, error=message)
+            if ending.opened_alert is not None:
+                self._log.error("alert_opened", cause="dead_jobs", subject=ending.opened_alert)
+        else:
+            log.warning("job_failed", error_code=code, error=message, next_run_after=ending.run_after.isoformat())
 
     async def _heartbeat_loop(self) -> None:
         while True:
             await anyio.sleep(self._jobs.lease.total_seconds() / 3)
             if self._running:
-                with suppress(Unavailable):  # the next beat tries again, well before the lease ends
+                try:
                     await self._jobs.extend(list(self._running.values()))
+                except (Unavailable, asyncpg.PostgresError) as exc:
+                    self._missed("heartbeat_failed", exc)  # the next beat tries again, well before the lease ends
+                else:
+                    self._away.discard("heartbeat_failed")
+
+
+def _heart_of(exc: BaseException) -> BaseException:
+    """What a group of exceptions is about: a bug before an outage, and the only one of a kind by itself."""
+    leaves = list(_leaves_of(exc))
+    return next((leaf for leaf in leaves if not isinstance(leaf, Unavailable)), leaves[0])
+
+
+def _leaves_of(exc: BaseException) -> Iterator[BaseException]:
+    if isinstance(exc, BaseExceptionGroup):
+        for inner in exc.exceptions:
+            yield from _leaves_of(inner)
+    else:
+        yield exc
+
+
+def _code_of(exc: Exception) -> str:
+    if isinstance(exc, Unavailable):
+        return exc.code
+    return f"{type(exc).__name__} {getattr(exc, 'sqlstate', '')}".strip()
 
 
 def _ending_of(returned: object) -> Outcome:

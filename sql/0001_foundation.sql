@@ -9,8 +9,11 @@
 do $$
 declare
     v_role text;
+    v_is_16 boolean := current_setting('server_version_num')::int >= 160000;  -- where SET is a privilege of its own
+    v_is_safe boolean;
     v_usable boolean;
     v_parts jsonb := '{}';
+    v_routine regprocedure;
 begin
     foreach v_role in array array['reactor_worker', 'reactor_definer'] loop
         for v_try in 1 .. 20 loop
@@ -19,11 +22,9 @@ begin
                     execute format('create role %I nologin nobypassrls', v_role);
                 end if;
                 if not pg_has_role(current_user, v_role, 'usage') then
-                    if current_setting('server_version_num')::int >= 160000 then
-                        execute format('grant %I to current_user with inherit true, set true', v_role);
-                    else
-                        execute format('grant %I to current_user', v_role);
-                    end if;
+                    execute format('grant %I to current_user %s', v_role, case when v_is_16 then 'with inherit true, set true' end);
+                elsif v_is_16 and not pg_has_role(current_user, v_role, 'set') then
+                    execute format('grant %I to current_user with set true', v_role);
                 end if;
                 exit;
             exception
@@ -33,14 +34,21 @@ begin
                     perform pg_sleep(0.05);
             end;
         end loop;
-        select not (rolsuper or rolbypassrls or rolcanlogin) into v_usable from pg_roles where rolname = v_role;
-        if not v_usable then
+        select not (rolsuper or rolbypassrls or rolcanlogin) into v_is_safe from pg_roles where rolname = v_role;
+        if not v_is_safe then
             raise exception 'role % exists and could log in or pass by row level security', v_role
                 using errcode = '42501', hint = format('alter role %I nologin nosuperuser nobypassrls', v_role);
         end if;
-        v_usable := v_usable and pg_has_role(current_user, v_role, 'usage')
-            and case when current_setting('server_version_num')::int >= 160000
-                then pg_has_role(current_user, v_role, 'set') else true end;
+        v_usable := false;
+        if v_is_safe then  -- null: there is no such role
+            v_usable := pg_has_role(current_user, v_role, 'usage')
+                and case when v_is_16 then pg_has_role(current_user, v_role, 'set') else true end;
+        end if;
+        if not v_usable and (select rolsuper or rolbypassrls from pg_roles where rolname = current_user) then
+            raise exception '% passes by row level security and cannot become %, which does not', current_user, v_role
+                using errcode = '42501', hint = format('as an administrator: create role %I nologin (unless it exists), grant %1$I to %I',
+                    v_role, current_user);
+        end if;
         v_parts := v_parts || jsonb_build_object(v_role, case when v_usable then v_role else current_user end);
     end loop;
     execute format('create or replace function reactor.worker_role() returns name language sql immutable '
@@ -48,8 +56,17 @@ begin
     execute format('create or replace function reactor.definer_role() returns name language sql immutable '
         'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_definer');
     execute format('grant usage on schema reactor to %I, %I', v_parts ->> 'reactor_worker', v_parts ->> 'reactor_definer');
+    -- Tables are attached as the worker on the way, which may be another one than last time; the last file says who may call what.
+    for v_routine in
+        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and pg_get_userbyid(proowner) = current_user
+    loop
+        execute format('grant execute on routine %s to %I', v_routine, v_parts ->> 'reactor_worker');
+    end loop;
 end
 $$;
+
+-- Producers would stand in line behind a migration that waits for a long transaction: it gives up instead.
+set local lock_timeout = '1s';
 
 -- The tenant this transaction is scoped to; null outside a scope, which matches no row.
 create or replace function reactor.scope() returns text
@@ -89,25 +106,43 @@ begin
 end
 $$;
 
+-- Gives a table a policy; p_rest is what follows `create policy name on table`, kept as its comment. Nothing, and no lock,
+-- where it has that very policy: producers do not wait for a migration that finds everything in place.
+create or replace procedure reactor.put_policy(p_table regclass, p_name text, p_rest text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if exists (select from pg_policy where polrelid = p_table and polname = p_name and obj_description(oid, 'pg_policy') = p_rest) then
+        return;
+    end if;
+    execute format('drop policy if exists %I on %s', p_name, p_table);
+    execute format('create policy %I on %s %s', p_name, p_table, p_rest);
+    execute format('comment on policy %I on %s is %L', p_name, p_table, p_rest);
+end
+$$;
+
 -- Row level security, enabled and forced, with the policies of its class:
---   queue    ids and numbers: the owner sees all rows, the worker its tenant's, the definer may insert
---   content  tenants' text and vectors: the worker sees its tenant's, and nobody anything else
+--   queue     ids and numbers: the owner sees all rows, the worker its tenant's, the definer may insert
+--   content   tenants' text and vectors: the worker sees its tenant's, and nobody anything else
+--   registry  what belongs to no tenant: the owner only
 create or replace procedure reactor.protect(p_table regclass, p_class text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    execute format('alter table %s enable row level security', p_table);
-    execute format('alter table %s force row level security', p_table);
-    execute format('drop policy if exists reactor_scope on %s', p_table);
-    execute format('create policy reactor_scope on %s to %I using (tenant_id = (select reactor.scope())) '
-        'with check (tenant_id = (select reactor.scope()))', p_table, reactor.worker_role());
+    if not (select relrowsecurity and relforcerowsecurity from pg_class where oid = p_table) then
+        execute format('alter table %s enable row level security, force row level security', p_table);
+    end if;
+    if p_class in ('queue', 'content') then
+        call reactor.put_policy(p_table, 'reactor_scope', format('to %I using (tenant_id = (select reactor.scope())) '
+            'with check (tenant_id = (select reactor.scope()))', reactor.worker_role()));
+    end if;
+    if p_class in ('queue', 'registry') then
+        call reactor.put_policy(p_table, 'reactor_owner', format('to %I using (true) with check (true)', current_user));
+    end if;
     if p_class = 'queue' then
-        execute format('drop policy if exists reactor_owner on %s', p_table);
-        execute format('create policy reactor_owner on %s to %I using (true) with check (true)', p_table, current_user);
-        execute format('drop policy if exists reactor_definer on %s', p_table);
-        execute format('create policy reactor_definer on %s for insert to %I with check (true)',
-            p_table, reactor.definer_role());
+        call reactor.put_policy(p_table, 'reactor_definer', format('for insert to %I with check (true)', reactor.definer_role()));
     end if;
 end
 $$;
@@ -120,10 +155,7 @@ create table if not exists reactor.migrations (
     release text not null,
     applied_at timestamptz not null default now()
 );
-alter table reactor.migrations enable row level security;
-alter table reactor.migrations force row level security;
-drop policy if exists reactor_owner on reactor.migrations;
-do $$ begin execute format('create policy reactor_owner on reactor.migrations to %I using (true) with check (true)', current_user); end $$;
+call reactor.protect('reactor.migrations', 'registry');
 
 -- Letters as they are compared: lower case, without accents. Immutable, so that an index may hold its result.
 create or replace function reactor.fold(p_text text) returns text
@@ -144,10 +176,7 @@ create table if not exists reactor.alerts (
     resolved_at timestamptz
 );
 create unique index if not exists alerts_open on reactor.alerts (cause, subject) where resolved_at is null;
-alter table reactor.alerts enable row level security;
-alter table reactor.alerts force row level security;
-drop policy if exists reactor_owner on reactor.alerts;
-do $$ begin execute format('create policy reactor_owner on reactor.alerts to %I using (true) with check (true)', current_user); end $$;
+call reactor.protect('reactor.alerts', 'registry');
 
 -- Opens an alert, or counts one more occurrence of the open one. True when it is new.
 create or replace function reactor.open_alert(p_cause text, p_subject text, p_detail jsonb default '{}') returns boolean

@@ -94,10 +94,13 @@ as $$
 $$;
 
 -- Leases up to p_limits[i] due jobs of p_types[i], oldest first. Expired leases are returned to the queue first.
+-- p_max_attempts[i], where there is one, becomes the max_attempts of what is claimed.
 -- Claims take turns (one advisory lock, held for this call only), so that two never collapse the same twins crosswise.
 -- An empty set means nothing is due.
+drop function if exists reactor.claim_jobs(text[], int[], text, interval, timestamptz);
 create or replace function reactor.claim_jobs(
-    p_types text[], p_limits int[], p_worker text, p_lease interval, p_now timestamptz default clock_timestamp()
+    p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null,
+    p_now timestamptz default clock_timestamp()
 ) returns setof reactor.jobs
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -142,7 +145,8 @@ begin
             returning j.id
         )
         update reactor.jobs j
-        set status = 'running', attempts = j.attempts + 1, version = greatest(j.version, l.version),
+        set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(p_max_attempts[i], j.max_attempts),
+            version = greatest(j.version, l.version),
             payload = coalesce((select t.payload from twin t where t.id = l.version), j.payload),
             locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = gen_random_uuid(),
             updated_at = p_now
@@ -181,11 +185,13 @@ $$;
 -- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead.
 -- A failed one waits p_delays[i] seconds (null: the backoff), or is dead when that was its last attempt; a snoozed one
 -- waits p_delays[i] seconds and gets its attempt back. Returns what each became; a job whose claim token is no longer
--- the given one is not touched and not returned.
+-- the given one is not touched and not returned. Dead ones open an alert a type and error code; opened_alert names it
+-- on one of the jobs that made it new.
+drop function if exists reactor.settle_jobs(bigint[], uuid[], text[], jsonb[], text[], float8[], timestamptz);
 create or replace function reactor.settle_jobs(
     p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null, p_errors text[] default null,
     p_delays float8[] default null, p_now timestamptz default clock_timestamp()
-) returns table (id bigint, status text, run_after timestamptz)
+) returns table (id bigint, status text, run_after timestamptz, opened_alert text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -213,16 +219,20 @@ begin
         from ending e
         where j.id = e.id and j.claim_token = e.token and j.status = 'running'
         returning j.id, j.status, j.run_after, j.type, j.last_error
-    ), dead as (
-        select reactor.open_alert('dead_jobs', s.type || ' ' || split_part(s.last_error, ':', 1),
-            jsonb_build_object('type', s.type, 'error', s.last_error, 'job_id', max(s.id), 'jobs', count(*)))
-        from settled s where s.status = 'dead' group by s.type, s.last_error
+    ), dead as materialized (
+        select g.last_id, g.subject, reactor.open_alert('dead_jobs', g.subject,
+            jsonb_build_object('type', g.type, 'error', g.error, 'job_id', g.last_id, 'jobs', g.jobs)) as is_new
+        from (select s.type, s.type || ' ' || split_part(s.last_error, ':', 1) as subject, max(s.last_error) as error,
+                max(s.id) as last_id, count(*) as jobs
+              from settled s where s.status = 'dead' group by 1, 2 order by 2) g  -- two settlers lock alerts in one order
     )
-    select s.id, s.status, s.run_after from settled s where (select count(*) from dead) >= 0;
+    select s.id, s.status, s.run_after, d.subject
+    from settled s left join dead d on d.last_id = s.id and d.is_new;
 end
 $$;
 
--- Extends the leases still held; returns the ids of those that are.
+-- Extends the leases still held; returns the ids of those that were. A job that its handler's own transaction has locked
+-- is passed over: nobody can release it meanwhile, and waiting for it crosswise would deadlock.
 create or replace function reactor.extend_leases(
     p_ids bigint[], p_tokens uuid[], p_lease interval, p_now timestamptz default clock_timestamp()
 ) returns setof bigint
@@ -230,8 +240,10 @@ language sql
 set search_path = pg_catalog, pg_temp
 as $$
     update reactor.jobs j set lease_until = $4 + $3
-    from unnest($1, $2) as held (id, token)
-    where j.id = held.id and j.claim_token = held.token and j.status = 'running'
+    where j.id in (
+        select h.id from reactor.jobs h
+        join unnest($1, $2) as held (id, token) on h.id = held.id and h.claim_token = held.token
+        where h.status = 'running' for update of h skip locked)
     returning j.id
 $$;
 
@@ -279,11 +291,13 @@ create or replace function reactor.next_due_s(p_types text[]) returns float8
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    select greatest(extract(epoch from least(
+    select greatest(extract(epoch from n.next_at - clock_timestamp()), 0)::float8
+    from (select least(
         (select min(due.run_after) from unnest($1) as t (type), lateral (
             select j.run_after from reactor.jobs j
             where j.type = t.type and j.status in ('pending', 'failed')
             order by j.run_after limit 1) due),
         (select min(lease_until) from reactor.jobs where status = 'running')
-    ) - clock_timestamp()), 0)::float8
+    ) as next_at) n
+    where n.next_at is not null  -- greatest() would make a null 0
 $$;

@@ -1,14 +1,17 @@
 -- Sources: the producers' tables, and the triggers that turn their changes into jobs.
 --
--- attach compiles a mapping into three functions of the source's own:
+-- attach compiles a mapping into four functions of the source's own:
 --   source_<id>_written()  the trigger, definer: plain inserts of jobs, tombstones and rejected rows, nothing else
 --   source_<id>_rows()     reads the mapped rows by id, as whoever calls it
+--   source_<id>_ids()      which of the given ids are there, as whoever calls it
 --   source_<id>_page()     reads them in order of id, for reconcile
+-- The readers ask for the table's name when they run: a table may be renamed, moved, or restored with another oid.
 -- Deleting a row (or moving it out of reach) leaves a tombstone, which hides its memories from the producer's commit on.
 
 create table if not exists reactor.sources (
     id int generated always as identity primary key,
     relation regclass not null unique,
+    alias name not null,             -- the table's name at attach, which "when" may put before its columns
     kind text not null,
     text_columns text[] not null,
     tenant_column text not null,
@@ -59,23 +62,17 @@ create table if not exists reactor.rejected (
 create index if not exists rejected_by_time on reactor.rejected (created_at);
 
 call reactor.protect('reactor.tombstones', 'queue');
-drop policy if exists reactor_whole_source on reactor.tombstones;
+call reactor.protect('reactor.sources', 'registry');
+call reactor.protect('reactor.rejected', 'registry');
 do $$
-declare
-    v_table regclass;
 begin
-    execute format('create policy reactor_whole_source on reactor.tombstones for select to %I using (tenant_id = '''')',
-        reactor.worker_role());
-    foreach v_table in array array['reactor.sources', 'reactor.rejected']::regclass[] loop
-        execute format('alter table %s enable row level security', v_table);
-        execute format('alter table %s force row level security', v_table);
-        execute format('drop policy if exists reactor_owner on %s', v_table);
-        execute format('create policy reactor_owner on %s to %I using (true) with check (true)', v_table, current_user);
-    end loop;
-    drop policy if exists reactor_registry on reactor.sources;
-    execute format('create policy reactor_registry on reactor.sources for select to %I using (true)', reactor.worker_role());
-    drop policy if exists reactor_definer on reactor.rejected;
-    execute format('create policy reactor_definer on reactor.rejected for insert to %I with check (true)', reactor.definer_role());
+    call reactor.put_policy('reactor.tombstones', 'reactor_whole_source',
+        format('for select to %I using (tenant_id = '''')', reactor.worker_role()));
+    call reactor.put_policy('reactor.sources', 'reactor_registry', format('for select to %I using (true)', reactor.worker_role()));
+    if reactor.worker_role() <> current_user then
+        execute format('grant select on reactor.sources to %I', reactor.worker_role());  -- attach reads as the worker
+    end if;
+    call reactor.put_policy('reactor.rejected', 'reactor_definer', format('for insert to %I with check (true)', reactor.definer_role()));
 end
 $$;
 
@@ -89,7 +86,7 @@ as $$
     where jsonb_typeof(v.item) = 'string' and v.item #>> '{}' !~ '^https?://\S+$'
 $$;
 
--- A relation and every partition or child below it that can carry our triggers, the relation first.
+-- A relation and every partition or child below it, the relation first. Foreign tables are among them.
 create or replace function reactor.relations_of(p_relation regclass) returns setof regclass
 language sql stable
 set search_path = pg_catalog, pg_temp
@@ -99,44 +96,52 @@ as $$
         union all
         select i.inhrelid, t.depth + 1 from pg_inherits i join tree t on i.inhparent = t.relation
     )
-    select c.oid::regclass from tree t join pg_class c on c.oid = t.relation
-    where c.relkind in ('r', 'p') group by c.oid order by min(t.depth), c.oid
+    select c.oid::regclass from tree t join pg_class c on c.oid = t.relation group by c.oid order by min(t.depth), c.oid
 $$;
 
--- Puts the missing triggers of a source on its table, partitions and children; returns the relations that got any.
--- Errors: 55P03 when a relation stays locked for 5 s.
+-- The relations of a source that lack a trigger of ours and can carry it.
+create or replace function reactor.relations_without_triggers(p_source int) returns setof regclass
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    select c.oid::regclass
+    from reactor.sources s, lateral reactor.relations_of(s.relation) r join pg_class c on c.oid = r
+    where s.id = $1 and c.relkind in ('r', 'p')
+        and (select count(*) from pg_trigger t
+             where t.tgrelid = r and t.tgfoid = to_regproc(format('reactor.source_%s_written', $1))) < 4
+$$;
+
+-- Puts the missing triggers of a source on its table, partitions and children, and takes them off partitions that left;
+-- returns the relations that got any. Errors: 55P03 when a relation stays locked for longer than lock_timeout.
 create or replace function reactor.place_triggers(p_source int) returns setof regclass
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '5s'
 as $$
 declare
-    v_function text := format('source_%s_written', p_source);
     v_relation regclass;
+    v_trigger name;
     v_event text;
-    v_is_missing boolean;
 begin
-    for v_relation in
-        select r from reactor.sources s, lateral reactor.relations_of(s.relation) r where s.id = p_source
-    loop
-        v_is_missing := false;
+    for v_relation in select reactor.relations_without_triggers(p_source) loop
         foreach v_event in array array['insert', 'update', 'delete', 'truncate'] loop
-            continue when exists (
-                select from pg_trigger where tgrelid = v_relation and tgname = 'reactor_' || v_event
-                    and tgfoid = to_regproc('reactor.' || v_function));
-            v_is_missing := true;
-            execute format('create or replace trigger %I after %s on %s %s for each statement execute function reactor.%I()',
+            execute format('create or replace trigger %I after %s on %s %s for each statement execute function reactor.%I(%L)',
                 'reactor_' || v_event, v_event, v_relation,
                 case v_event
                     when 'insert' then 'referencing new table as new_rows'
                     when 'update' then 'referencing old table as old_rows new table as new_rows'
                     when 'delete' then 'referencing old table as old_rows'
                     else ''
-                end, v_function);
+                end, format('source_%s_written', p_source),
+                case when v_relation = (select relation from reactor.sources where id = p_source) then 'whole' else 'part' end);
         end loop;
-        if v_is_missing then
-            return next v_relation;
-        end if;
+        return next v_relation;
+    end loop;
+    for v_relation, v_trigger in
+        select t.tgrelid::regclass, t.tgname from pg_trigger t
+        where t.tgfoid = to_regproc(format('reactor.source_%s_written', p_source))
+            and t.tgrelid not in (select r from reactor.sources s, lateral reactor.relations_of(s.relation) r where s.id = p_source)
+    loop
+        execute format('drop trigger %I on %s', v_trigger, v_relation);
     end loop;
 end
 $$;
@@ -157,55 +162,104 @@ begin
 end
 $$;
 
--- A column's value as jsonb, whatever its type: \u0000, which jsonb refuses, is dropped from json.
+-- The type of a column, and of the domain under it: a cast to a domain or to varchar(n) would cut a value short, and
+-- then one tenant's name would find another's rows.
+create or replace function reactor.type_of(p_relation regclass, p_column text) returns oid
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    with recursive base as (
+        select atttypid as type from pg_attribute where attrelid = $1 and attname = $2 and not attisdropped
+        union all
+        select t.typbasetype from base b join pg_type t on t.oid = b.type where t.typtype = 'd'
+    )
+    select b.type from base b join pg_type t on t.oid = b.type where t.typtype <> 'd'
+$$;
+
+-- A comparison of two values of a type, as it must be written where the search path does not hold the type's schema.
+create or replace function reactor.operator_of(p_type oid, p_name text) returns text
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    select coalesce((select format('operator(%I.%s)', n.nspname, $2) from pg_operator o join pg_namespace n on n.oid = o.oprnamespace
+        where o.oprname = $2 and o.oprleft = $1 and o.oprright = $1 order by n.nspname = 'pg_catalog' desc limit 1), $2)
+$$;
+
+-- A json value as jsonb. What jsonb refuses (\u0000, a surrogate without its other half) is dropped; a value that it
+-- refuses all the same becomes its text.
+create or replace function reactor.clean_json(p_value json) returns jsonb
+language plpgsql immutable parallel safe
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_text text;
+begin
+    return p_value::jsonb;
+exception when others then
+    v_text := regexp_replace(p_value::text,
+        '(?<!\\)((?:\\\\)*)(?:(\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2})|\\u0000|\\ud[89a-f][0-9a-f]{2})', '\1\2', 'gi');
+    begin
+        return v_text::jsonb;
+    exception when others then
+        return to_jsonb(v_text);
+    end;
+end
+$$;
+
+-- An expression for a column's value as jsonb, whatever its type.
 create or replace function reactor.json_of(p_relation regclass, p_column text) returns text
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-    select case format_type(atttypid, null)
-        when 'jsonb' then format('s.%I', $2)
-        when 'json' then format('regexp_replace(s.%I::text, ''(?<!\\)((?:\\\\)*)\\u0000'', ''\1'', ''g'')::jsonb', $2)
+    select case reactor.type_of($1, $2)
+        when 'jsonb'::regtype then format('s.%I::jsonb', $2)
+        when 'json'::regtype then format('reactor.clean_json(s.%I::json)', $2)
         else format('to_jsonb(s.%I)', $2)
     end
-    from pg_attribute where attrelid = $1 and attname = $2
 $$;
 
--- Compiles a source's mapping into its functions.
+-- Compiles a source's mapping into its functions, and gives them to whom they belong: the trigger to the definer, the
+-- reading of rows to the worker.
 create or replace function reactor.compile_source(p_source int) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     s reactor.sources;
-    v_alias text;
+    v_name constant text := format('source_%s', p_source);
+    -- What a session may have set otherwise, and what would change a row's text or hide a table of ours.
+    v_settings constant text := 'set search_path = pg_catalog, pg_temp set row_security = on set timezone = ''UTC'' '
+        'set datestyle = ''ISO, YMD'' set intervalstyle = postgres set bytea_output = hex';
+    v_routine regprocedure;
     v_when text;
     v_id text;
     v_id_type text;
     v_tenant text;
-    v_tenant_type text;
-    v_time text;
+    v_from text;
+    v_mine text;
+    v_ids text;
+    v_time text := 'null::timestamptz';
     v_content text;
     v_metadata text := '''{}''::jsonb';
     v_column text;
-    v_name text;
+    v_named text;
     v_mapped text[];
     v_row text;
-    v_hashed text;
-    v_compared text[];
-    v_changed text := '';
-    v_is_key constant text := 'coalesce(%1$s <> '''' and length(%1$s) <= 200, false)';
+    v_hash text;
+    v_changed text;
+    v_is_key constant text := '%1$s <> '''' and length(%1$s) <= 200';
+    v_key text;
+    v_rows text;
     v_old text;
     v_new text;
-    v_record text;
+    v_jobs text;
+    v_rejected text;
 begin
     select * into strict s from reactor.sources where id = p_source;
-    select quote_ident(relname) into v_alias from pg_class where oid = s.relation;
     v_when := format(E'(%s\n)', coalesce(s.condition, 'true'));
     v_id := quote_ident(s.id_column);
     v_tenant := quote_ident(s.tenant_column);
-    select format_type(atttypid, atttypmod) into v_id_type from pg_attribute where attrelid = s.relation and attname = s.id_column;
-    select format_type(atttypid, atttypmod) into v_tenant_type from pg_attribute where attrelid = s.relation and attname = s.tenant_column;
-    v_time := coalesce(format('s.%I::timestamptz', s.time_column), 'null::timestamptz');
+    v_id_type := format_type(reactor.type_of(s.relation, s.id_column), -1);
 
     -- The text: title first, then the text columns, then the words of the slides; blank ones left out.
     select string_agg(format('nullif(btrim(s.%I::text, E'' \t\r\n''), '''')', c), ', ' order by place) into v_content
@@ -216,162 +270,209 @@ begin
     end if;
     v_content := format('concat_ws(E''\n\n'', %s)', v_content);
 
+    -- When it happened, as far as a driver can say it: neither infinity nor the year 20260.
+    if s.time_column is not null then
+        v_time := format('case when s.%1$I >= ''0001-01-02'' and s.%1$I < ''9999-12-31'' then s.%1$I::timestamptz end', s.time_column);
+    end if;
+
     -- The metadata: an object is merged in, anything else is kept under its column's name; the mapped names win.
     foreach v_column in array s.metadata_columns loop
         v_metadata := v_metadata || format(' || case when s.%2$I is null then ''{}'' when jsonb_typeof(%1$s) = ''object'' then %1$s '
             'else jsonb_build_object(%2$L, %1$s) end', reactor.json_of(s.relation, v_column), v_column);
     end loop;
-    for v_column, v_name in
+    for v_column, v_named in
         select * from (values (s.role_column, 'role'), (s.conversation_column, 'conversation_id'), (s.agent_column, 'agent'),
             (s.format_column, 'format')) as named (c, name) where c is not null
     loop
         v_metadata := v_metadata || format(' || case when s.%2$I is null then ''{}'' else jsonb_build_object(%3$L, %1$s) end',
-            reactor.json_of(s.relation, v_column), v_column, v_name);
+            reactor.json_of(s.relation, v_column), v_column, v_named);
     end loop;
 
     -- One row as a memory sees it, and the hash that tells whether anything in it changed.
     select array_agg(distinct quote_ident(c)) into v_mapped
     from unnest(array[s.id_column, s.tenant_column, s.time_column, s.title_column, s.format_column, s.slides_column, s.role_column,
         s.conversation_column, s.agent_column, s.kind_column] || s.text_columns || s.metadata_columns) as c where c is not null;
-    v_row := format('select s.%s::text as source_id, %s::text as kind, %s as content, %s as occurred_at, %s as metadata',
+    v_row := format('s.%s::text as source_id, %s::text as kind, %s as content, %s as occurred_at, %s as metadata',
         v_id, case when s.kind_column is null then quote_literal(s.kind) else format('s.%I', s.kind_column) end,
         v_content, v_time, v_metadata);
-    v_hashed := format('select r.source_id, r.kind, r.content, r.occurred_at, r.metadata, sha256(convert_to(jsonb_build_array('
-        '%L, r.kind, r.content, extract(epoch from r.occurred_at), r.metadata)::text, ''UTF8''))', concat_ws(' ', s.embed, s.language));
-    execute format('create or replace function reactor.%I(text, text[]) '
-        'returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea) '
-        'language plpgsql stable set search_path = pg_catalog, pg_temp set timezone = ''UTC'' as %L',
-        format('source_%s_rows', p_source),
-        format(E'#variable_conflict use_column\nbegin\nreturn query %s\nfrom (%s\nfrom (select %s from %s as %s where %s) s\n'
-            'where s.%s = $1::%s and s.%s = any ($2::text[]::%s[])) r;\nend',
-            v_hashed, v_row, array_to_string(v_mapped, ', '), s.relation, v_alias, v_when, v_tenant, v_tenant_type, v_id, v_id_type));
-    execute format('create or replace function reactor.%I(text, text, int, timestamptz, oid[]) '
-        'returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea, is_expected boolean) '
-        'language plpgsql stable set search_path = pg_catalog, pg_temp set timezone = ''UTC'' as %L',
-        format('source_%s_page', p_source),
-        format(E'#variable_conflict use_column\nbegin\nreturn query %s, r.is_expected\nfrom (%s, s.%s as id,\n'
-            '$4 is null or coalesce(%s >= $4, false) or s.tableoid = any ($5) as is_expected\n'
-            'from (select %s, %s.tableoid from %s as %s where %s) s\n'
-            'where s.%s = $1::%s and ($2 is null or s.%s > $2::%s)) r\norder by r.id limit $3;\nend',
-            v_hashed, v_row, v_id, v_time, array_to_string(v_mapped, ', '), v_alias, s.relation, v_alias, v_when,
-            v_tenant, v_tenant_type, v_id, v_id_type));
-    execute format('create or replace function reactor.%I() returns setof text language plpgsql stable '
-        'set search_path = pg_catalog, pg_temp as %L', format('source_%s_tenants', p_source),
-        format('begin return query select distinct s.%s::text from %s s where s.%s is not null; end', v_tenant, s.relation, v_tenant));
-
-    -- What an update must change to matter. A type without a default equality is compared as text.
-    for v_column in select c from unnest(v_mapped) as c where c not in (v_id, v_tenant) order by c loop
-        v_compared := v_compared || format('t.%s%s as c%s', v_column,
-            (select case when exists (
-                    select from pg_opclass o join pg_am m on m.oid = o.opcmethod
-                    where m.amname = 'btree' and o.opcdefault and o.opcintype = a.atttypid) then '' else '::text' end
-             from pg_attribute a where a.attrelid = s.relation and quote_ident(a.attname) = v_column),
-            coalesce(cardinality(v_compared), 0) + 1);
-        v_changed := v_changed || format(' or o.c%1$s is distinct from n.c%1$s', cardinality(v_compared));
+    v_hash := format('sha256(convert_to(jsonb_build_array(%L, r.kind, r.content, extract(epoch from r.occurred_at), r.metadata)::text, ''UTF8''))',
+        concat_ws(' ', s.embed, s.language));
+    -- The table's name stands between v_from's two halves when the function runs.
+    v_from := format('%L || (select o.relation from reactor.sources o where o.id = %s) || %L', ' from ', p_source, format(' as %I where %s', s.alias, v_when));
+    v_mine := format(' and %I.%s %s $1::%s', s.alias, v_tenant, reactor.operator_of(reactor.type_of(s.relation, s.tenant_column), '='),
+        format_type(reactor.type_of(s.relation, s.tenant_column), -1));
+    v_ids := format('%s and %I.%s %s any ($2::text[]::%s[])', v_mine, s.alias, v_id,
+        reactor.operator_of(reactor.type_of(s.relation, s.id_column), '='), v_id_type);
+    for v_routine in
+        select oid from pg_proc where pronamespace = 'reactor'::regnamespace
+            and proname in (v_name || '_rows', v_name || '_ids', v_name || '_page')
+    loop
+        execute format('drop function %s', v_routine);
     end loop;
-    v_name := format('t.%s::text as id, t.%s::text as tenant, true as here%s', v_id, v_tenant,
-        coalesce(', ' || array_to_string(v_compared, ', '), ''));
-    v_old := format('select %s from (select * from old_rows as %s where %s) t', v_name, v_alias, v_when);
-    v_new := format('select %s from (select * from new_rows as %s where %s) t', v_name, v_alias, v_when);
+    execute format('create function reactor.%I(text, text[]) '
+        'returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea) '
+        'language plpgsql stable %s as %L', v_name || '_rows', v_settings,
+        format('begin return query execute %L || %s || %L using $1, $2; end',
+            format('select r.*, %s from (select %s from (select %s', v_hash, v_row, array_to_string(v_mapped, ', ')), v_from, v_ids || ') s) r'));
+    execute format('create function reactor.%I(text, text[]) returns setof text language plpgsql stable %s as %L', v_name || '_ids', v_settings,
+        format('begin return query execute %L || %s || %L using $1, $2; end', format('select %I.%s::text', s.alias, v_id), v_from, v_ids));
+    execute format('create function reactor.%I(text, text, int) '
+        'returns table (source_id text, row_hash bytea, occurred_at timestamptz, relation oid) '
+        'language plpgsql stable %s as %L', v_name || '_page', v_settings,
+        format('begin return query execute %L || %s || %L using $1, $2, $3; end',
+            format('select r.source_id, %s, r.occurred_at, r.relation from (select %s, s.%s as id, s.tableoid as relation from (select %s, %I.tableoid',
+                v_hash, v_row, v_id, array_to_string(v_mapped, ', '), s.alias),
+            v_from,
+            format('%1$s and %2$I.%3$s is not null and ($2 is null or %2$I.%3$s %4$s $2::%5$s) order by %2$I.%3$s limit $3) s) r order by r.id',
+                v_mine, s.alias, v_id, reactor.operator_of(reactor.type_of(s.relation, s.id_column), '>'), v_id_type)));
 
-    -- Plain inserts of fresh rows and nothing else, so no producer ever waits for us. %%s: the changed rows.
-    v_record := format('
-        with change as materialized (
-            select c.id, c.tenant, c.is_gone, %s as tenant_ok, %s as id_ok, nextval(''reactor.job_ids'') as version from (%%s) c
-        ), rejected as (
-            insert into reactor.rejected (source, reason, tenant_length, tenant_hash, id_length, id_hash)
-            select %3$s, case when tenant_ok then ''id'' else ''tenant'' end, length(tenant),
-                left(encode(sha256(convert_to(tenant, ''UTF8'')), ''hex''), 16), length(id),
-                left(encode(sha256(convert_to(id, ''UTF8'')), ''hex''), 16)
-            from change where not is_gone and not (tenant_ok and id_ok)
-        ), gone as (
-            insert into reactor.tombstones (tenant_id, source, source_id, version)
-            select tenant, %3$s, id, version from change where is_gone and tenant_ok and id_ok
-        )
-        insert into reactor.jobs (id, type, tenant_id, lane, dedupe_key, payload)
-        select version, ''sync_row'', tenant, ''memory'', ''%3$s:'' || id, jsonb_build_object(''source'', %3$s, ''id'', id)
-        from change where tenant_ok and id_ok', format(v_is_key, 'c.tenant'), format(v_is_key, 'c.id'), p_source);
-    execute format('create or replace function reactor.%I() returns trigger language plpgsql security definer '
-        'set search_path = pg_catalog, pg_temp as %L', format('source_%s_written', p_source), format('
+    -- The changed rows. A virtual generated column has no value in a transition table, only its expression.
+    select string_agg(case a.attgenerated when 'v' then format('(%s) as %I', pg_get_expr(d.adbin, d.adrelid), a.attname)
+            else quote_ident(a.attname) end, ', ') into v_rows
+    from pg_attribute a left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
+    where a.attrelid = s.relation and a.attnum > 0 and not a.attisdropped;
+    -- Compared byte for byte: that needs no equality of the types (json has none), and sees what an equality would not.
+    select string_agg('t.' || c, ', ') into v_changed from unnest(v_mapped) as c where c not in (v_id, v_tenant);
+    v_named := format('select t.%s::text as id, t.%s::text as tenant, true as here, row(%s) as seen from (select * from (select %s from ',
+        v_id, v_tenant, v_changed, v_rows);
+    v_old := v_named || format('old_rows) as %I where %s) t', s.alias, v_when);
+    v_new := v_named || format('new_rows) as %I where %s) t', s.alias, v_when);
+
+    -- Plain inserts of fresh rows and nothing else, so no producer ever waits for us.
+    v_key := format('%s and %s', format(v_is_key, 'c.tenant'), format(v_is_key, 'c.id'));
+    v_jobs := format('insert into reactor.jobs (id, type, tenant_id, lane, dedupe_key, payload) '
+        'select %%s, ''sync_row'', c.tenant, ''memory'', ''%1$s:'' || c.id, jsonb_build_object(''source'', %1$s, ''id'', c.id) from ', p_source);
+    v_rejected := format('insert into reactor.rejected (source, reason, tenant_length, tenant_hash, id_length, id_hash) '
+        'select %s, case when %s then ''id'' else ''tenant'' end, length(c.tenant), '
+        'left(encode(sha256(convert_to(c.tenant, ''UTF8'')), ''hex''), 16), length(c.id), left(encode(sha256(convert_to(c.id, ''UTF8'')), ''hex''), 16) from ',
+        p_source, format(v_is_key, 'c.tenant'));
+    execute format('create or replace function reactor.%I() returns trigger language plpgsql security definer %s as %L',
+        v_name || '_written', v_settings || ' set enable_mergejoin = off', '  -- nor sorts what hashing joins
 #variable_conflict use_column
 declare
     v_jobs bigint;
 begin
-    if tg_op = ''INSERT'' then %s;
-    elsif tg_op = ''UPDATE'' then %s;
-    elsif tg_op = ''DELETE'' then %s;
+    if tg_op = ''INSERT'' then
+        ' || replace(v_jobs, '%s', 'nextval(''reactor.job_ids'')') || '(' || v_new || ') c where ' || v_key || ';
+        get diagnostics v_jobs = row_count;
+        ' || v_rejected || '(' || v_new || ') c where (' || v_key || ') is not true;
+    elsif tg_op = ''UPDATE'' then
+        -- A changed key or tenant, and a row that leaves "when", are an old row without its new one.
+        with change as materialized (
+            select coalesce(n.id, o.id) as id, coalesce(n.tenant, o.tenant) as tenant, n.here is null as is_gone,
+                nextval(''reactor.job_ids'') as version
+            from (' || v_old || ') o full join (' || v_new || ') n
+                on coalesce(o.id, '''') = coalesce(n.id, '''') and coalesce(o.tenant, '''') = coalesce(n.tenant, '''')
+            where o.here is null or n.here is null or o.seen operator(pg_catalog.*<>) n.seen
+        ), rejected as (
+            ' || v_rejected || 'change c where not c.is_gone and (' || v_key || ') is not true
+        ), gone as (
+            insert into reactor.tombstones (tenant_id, source, source_id, version)
+            select c.tenant, ' || p_source || ', c.id, c.version from change c where c.is_gone and ' || v_key || '
+        )
+        ' || replace(v_jobs, '%s', 'c.version') || 'change c where ' || v_key || ';
+        get diagnostics v_jobs = row_count;
+    elsif tg_op = ''DELETE'' then
+        insert into reactor.tombstones (tenant_id, source, source_id, version)
+        select c.tenant, ' || p_source || ', c.id, nextval(''reactor.job_ids'') from (' || v_old || ') c where ' || v_key || ';
+        ' || replace(v_jobs, '%s', 'nextval(''reactor.job_ids'')') || '(' || v_old || ') c where ' || v_key || ';
+        get diagnostics v_jobs = row_count;
     else
         -- Which rows a partition lost nobody can tell any more: reconcile compares. A whole table lost all of them.
-        if tg_relid = %s and (select c.relkind = ''p'' or not c.relhassubclass from pg_class c where c.oid = tg_relid) then
+        if tg_argv[0] = ''whole'' and (select c.relkind = ''p'' or not c.relhassubclass from pg_class c where c.oid = tg_relid) then
             insert into reactor.tombstones (tenant_id, source, source_id, version)
-            values ('''', %5$s, '''', nextval(''reactor.job_ids''));
+            values ('''', ' || p_source || ', '''', nextval(''reactor.job_ids''));
         end if;
         insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
-        values (''reconcile'', '''', ''upkeep'', ''source:%5$s'', jsonb_build_object(''source'', %5$s, ''expected'', true));
+        values (''reconcile'', '''', ''upkeep'', ''source:' || p_source || ''', ''{"source": ' || p_source || ', "expected": true}'');
+        v_jobs := 1;
     end if;
-    get diagnostics v_jobs = row_count;
-    %6$s
+    ' || case when s.notify then 'if v_jobs > 0 then perform reactor.ring(); end if;' else '' end || '
     return null;
 exception when others then
-    raise warning ''reactor: a change of %% was not recorded (SQLSTATE %%); reactor.reconcile() finds it'', tg_relid::regclass, sqlstate;
+    raise warning ''reactor: a change of % was not recorded (SQLSTATE %); reactor.reconcile() finds it'', tg_relid::regclass, sqlstate;
     return null;
 end
-',
-        format(v_record, format('select id, tenant, false as is_gone from (%s) t', v_new)),
-        -- A changed key or tenant, and a row that leaves "when", are an old row without its new one.
-        format(v_record, format('select coalesce(n.id, o.id) as id, coalesce(n.tenant, o.tenant) as tenant, n.here is null as is_gone '
-            'from (%s) o full join (%s) n on o.id = n.id and o.tenant = n.tenant where o.here is null or n.here is null%s',
-            v_old, v_new, v_changed)),
-        format(v_record, format('select id, tenant, true as is_gone from (%s) t', v_old)),
-        s.relation::oid, p_source,
-        case when s.notify then 'if v_jobs > 0 then perform reactor.ring(); end if;' else '' end));
+');
+
+    execute format('revoke all on function reactor.%I(), reactor.%I(text, text[]), reactor.%I(text, text[]), reactor.%I(text, text, int) from public',
+        v_name || '_written', v_name || '_rows', v_name || '_ids', v_name || '_page');
+    execute format('grant execute on function reactor.%I(text, text[]), reactor.%I(text, text[]) to %I',
+        v_name || '_rows', v_name || '_ids', reactor.worker_role());
+    if reactor.definer_role() <> current_user then
+        execute format('grant create on schema reactor to %I', reactor.definer_role());
+        execute format('alter function reactor.%I() owner to %I', v_name || '_written', reactor.definer_role());
+        execute format('revoke create on schema reactor from %I', reactor.definer_role());
+    end if;
 end
 $$;
 
 -- Lets the worker read the mapped columns (and those of "when"), through row level security of the table's own too.
 -- The policy stands even while the table has none, so that switching it on later hides nothing from us.
--- Errors: those of a condition that is none; 0A000 for one that reads other tables.
+-- Errors: those of a condition that is none; 0A000 for one that holds a query; 42501 for one that calls what we may not.
 create or replace function reactor.grant_source(p_source int) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     s reactor.sources;
-    v_alias text;
-    v_schema name;
     v_columns text[];
-    v_others text;
+    v_schemas name[];
+    v_schema name;
+    v_functions regprocedure[];
+    v_role name;
+    v_holds_query boolean;
     v_probe text := 'probe_' || pg_backend_pid();
-    v_probe_id oid;
 begin
     select * into strict s from reactor.sources where id = p_source;
-    select quote_ident(c.relname), n.nspname into v_alias, v_schema
-    from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = s.relation;
-    -- A view knows which columns its condition reads.
+    -- A view knows what its condition reads; a subquery stands for the triggers' rows, which are not the table itself.
     begin
-        execute format(E'create view reactor.%I as select 1 as one from %s as %s where (%s\n)', v_probe, s.relation, v_alias, coalesce(s.condition, 'true'));
-    exception when syntax_error or undefined_column or datatype_mismatch or undefined_function or undefined_table
-            or invalid_text_representation or ambiguous_column or grouping_error or feature_not_supported or ambiguous_function then
+        execute format(E'create view reactor.%I as select 1 as one from %s as %I where (%s\n)', v_probe, s.relation, s.alias, coalesce(s.condition, 'true'));
+        execute format(E'select from (select * from %s limit 0) as %I where (%s\n)', s.relation, s.alias, coalesce(s.condition, 'true'));
+    exception when others then
         raise exception 'when => % is not a condition on the columns of %: %', quote_literal(s.condition), s.relation, sqlerrm
             using errcode = sqlstate;
     end;
-    v_probe_id := to_regclass('reactor.' || v_probe);
-    select string_agg(distinct d.refobjid::regclass::text, ', ') filter (where d.refobjid <> s.relation),
-        array_agg(distinct a.attname::text) filter (where d.refobjid = s.relation and (a.attnum = d.refobjsubid or d.refobjsubid = 0))
-    into v_others, v_columns
-    from pg_depend d
-    join pg_rewrite r on r.oid = d.objid and r.ev_class = v_probe_id
-    left join pg_attribute a on a.attrelid = d.refobjid and a.attnum > 0 and not a.attisdropped
-    where d.classid = 'pg_rewrite'::regclass and d.refclassid = 'pg_class'::regclass and d.refobjid <> v_probe_id;
+    select r.ev_action::text like '%{SUBLINK %',
+        array(select a.attname::text from pg_attribute a where a.attrelid = s.relation and a.attnum > 0 and not a.attisdropped
+              and (r.ev_action::text like '%:varattno 0 %'  -- the row as a whole
+                or exists (select from pg_depend d where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid
+                    and d.refclassid = 'pg_class'::regclass and d.refobjid = s.relation and d.refobjsubid = a.attnum))),
+        array(select d.refobjid::regprocedure from pg_depend d
+              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid and d.refclassid = 'pg_proc'::regclass),
+        array(select n.nspname from pg_depend d
+              left join pg_operator o on d.refclassid = 'pg_operator'::regclass and o.oid = d.refobjid
+              left join pg_type t on d.refclassid = 'pg_type'::regclass and t.oid = d.refobjid
+              join pg_namespace n on n.oid in (o.oprnamespace, t.typnamespace)
+              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid)
+    into v_holds_query, v_columns, v_functions, v_schemas
+    from pg_rewrite r where r.ev_class = to_regclass('reactor.' || v_probe);
     execute format('drop view reactor.%I', v_probe);
-    if v_others is not null then
-        raise exception 'when => % reads other tables (%)', quote_literal(s.condition), v_others
+    if v_holds_query then
+        raise exception 'when => % holds a query', quote_literal(s.condition)
             using errcode = '0A000', hint = 'a condition may use only the columns of its own table';
     end if;
-    if reactor.worker_role() <> current_user then
-        if not has_schema_privilege(reactor.worker_role(), v_schema, 'usage') then
-            execute format('grant usage on schema %I to %I', v_schema, reactor.worker_role());
+
+    -- The schemas of what the readers and the trigger name.
+    v_schemas := v_schemas || array(
+        select n.nspname from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = s.relation
+        union select n.nspname from pg_proc p join pg_namespace n on n.oid = p.pronamespace where p.oid = any (v_functions)
+        union select n.nspname from unnest(array[s.id_column, s.tenant_column]) as u (c)
+            join pg_type t on t.oid = reactor.type_of(s.relation, u.c) join pg_namespace n on n.oid = t.typnamespace);
+    foreach v_role in array array[reactor.worker_role(), reactor.definer_role()] loop
+        continue when v_role = current_user;
+        foreach v_schema in array v_schemas loop
+            if not has_schema_privilege(v_role, v_schema, 'usage') then
+                execute format('grant usage on schema %I to %I', v_schema, v_role);
+            end if;
+        end loop;
+        if not (select bool_and(has_function_privilege(v_role, f, 'execute')) from unnest(v_functions) f) then
+            raise exception 'when => % calls a function that % may not', quote_literal(s.condition), v_role
+                using errcode = '42501', hint = format('grant execute on function %s to %I', array_to_string(v_functions, ', '), v_role);
         end if;
+    end loop;
+    if reactor.worker_role() <> current_user then
+        execute format('revoke select on %s from %I', s.relation, reactor.worker_role());
         execute format('grant select (%s) on %s to %I',
             (select string_agg(distinct quote_ident(c), ', ')
              from unnest(array[s.id_column, s.tenant_column, s.time_column, s.title_column, s.format_column, s.status_column,
@@ -379,9 +480,56 @@ begin
                 || s.text_columns || s.metadata_columns || v_columns) as c where c is not null),
             s.relation, reactor.worker_role());
     end if;
-    execute format('drop policy if exists reactor_reads on %s', s.relation);
-    execute format('create policy reactor_reads on %s for select to %I using (%I::text = (select current_setting(''reactor.tenant_id'', true)))',
-        s.relation, reactor.worker_role(), s.tenant_column);
+    call reactor.put_policy(s.relation, 'reactor_reads',
+        format('for select to %I using (%I::text = (select nullif(current_setting(''reactor.tenant_id'', true), '''')))',
+            reactor.worker_role(), s.tenant_column));
+end
+$$;
+
+-- Makes a source work: grants, functions, triggers; then reads it once as the worker will.
+-- Errors: what reading a row raises, with the table named.
+create or replace function reactor.install_source(p_source int) returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_before text[];
+    v_relation regclass := (select relation from reactor.sources where id = p_source);
+begin
+    perform reactor.grant_source(p_source), reactor.compile_source(p_source);
+    perform reactor.place_triggers(p_source);
+    begin
+        v_before := reactor.enter_tenant('-');
+        perform reactor.source_rows(p_source, null, '{}'), reactor.source_ids(p_source, null, '{}');
+        perform reactor.leave_tenant(v_before);
+        execute format('select from reactor.%I(null, null, 0)', format('source_%s_page', p_source));
+    exception
+        when insufficient_privilege then
+            raise exception '% cannot be read by %: %', v_relation, reactor.worker_role(), sqlerrm using errcode = sqlstate,
+                hint = format('a row level security policy of its own uses what %I may not: grant it, or give the policy a role', reactor.worker_role());
+        when others then
+            raise exception '% cannot be read as mapped: %', v_relation, sqlerrm using errcode = sqlstate;
+    end;
+end
+$$;
+
+-- Installs every source anew, after a migration. One whose table no longer fits its mapping stays as it is, with a warning.
+create or replace function reactor.renew_sources() returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+    s reactor.sources;
+begin
+    for s in select * from reactor.sources where detached_at is null order by id loop
+        continue when not exists (select from pg_class c where c.oid = s.relation);
+        begin
+            perform reactor.install_source(s.id);
+        exception when others then
+            raise warning 'reactor: source % needs to be attached again: %', s.relation, sqlerrm;
+        end;
+    end loop;
 end
 $$;
 
@@ -398,9 +546,12 @@ as $$
 declare
     v_class pg_class;
     v_schema name;
+    v_other regclass;
     v_column text;
     v_argument text;
-    v_source int;
+    v_since timestamptz := clock_timestamp();
+    v_old reactor.sources;
+    v_new reactor.sources;
 begin
     select * into v_class from pg_class where oid = p_relation;
     if not found then
@@ -412,6 +563,26 @@ begin
             case v_class.relkind when 'v' then 'view' when 'm' then 'materialized view' when 'f' then 'foreign table'
                 when 'r' then 'temporary table' when 'p' then 'temporary table' else 'relation without rows' end
             using errcode = '42809', hint = 'triggers need a real table: attach the table underneath it';
+    end if;
+    select r into v_other from reactor.relations_of(p_relation) r join pg_class c on c.oid = r where c.relkind = 'f' limit 1;
+    if found then
+        raise exception '% has a partition or child that is a foreign table (%) and cannot be attached', p_relation, v_other
+            using errcode = '42809', hint = 'Postgres has no triggers with transition tables for it';
+    end if;
+    select inhparent into v_other from pg_inherits where inhrelid = p_relation limit 1;
+    if found then
+        raise exception '% is a partition or child of % and cannot be attached alone', p_relation, v_other
+            using errcode = '42809', hint = format('what is written through %s fires no trigger here: attach %1$s', v_other);
+    end if;
+    select s.relation into v_other from reactor.sources s join reactor.relations_of(p_relation) r on s.relation = r
+    where s.relation <> p_relation and s.detached_at is null limit 1;
+    if found then
+        raise exception '% is attached already, and a partition or child of %', v_other, p_relation
+            using errcode = '42809', hint = format('reactor.detach(%L) first', v_other);
+    end if;
+    if current_user <> (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') then
+        raise exception 'schema reactor belongs to %: attach as that role',
+            (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') using errcode = '42501';
     end if;
     if v_schema in ('pg_catalog', 'information_schema') or (v_schema = 'reactor' and p_kind_column is null) then
         raise exception '% is not a producer''s table', p_relation using errcode = '42501';
@@ -443,47 +614,35 @@ begin
     loop
         perform reactor.column_of(p_relation, v_column, v_argument);
     end loop;
-    insert into reactor.sources as s (relation, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
+    if p_time is not null and reactor.type_of(p_relation, p_time) not in ('timestamptz'::regtype, 'timestamp'::regtype, 'date'::regtype) then
+        raise exception 'column % of % is a %, not a date or a timestamp', quote_ident(p_time), p_relation,
+            format_type(reactor.type_of(p_relation, p_time), null)
+            using errcode = '42804', hint = 'time_column => null when the table has none';
+    end if;
+    if reactor.type_of(p_relation, p_time) = 'date'::regtype then
+        v_since := date_trunc('day', v_since, 'UTC');
+    end if;
+    select * into v_old from reactor.sources where relation = p_relation;
+    insert into reactor.sources as s (relation, alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
         status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
         condition, embed, language, notify, expected_since)
-    values (p_relation, p_kind, p_text, p_tenant, p_id, p_time, p_title, p_format, p_status, p_metrics, p_slides,
+    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_time, p_title, p_format, p_status, p_metrics, p_slides,
         coalesce(p_metadata, '{}'), p_role, p_conversation, p_agent, p_kind_column, nullif(btrim(p_when), ''), p_embed, p_language,
-        coalesce(p_notify, true), case when p_backfill then null else clock_timestamp() end)
-    on conflict (relation) do update set (kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
+        coalesce(p_notify, true), case when p_backfill then null else v_since end)
+    on conflict (relation) do update set (alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
         status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
-        condition, embed, language, notify, expected_since, detached_at) = (excluded.kind, excluded.text_columns, excluded.tenant_column,
+        condition, embed, language, notify, expected_since, detached_at) = (excluded.alias, excluded.kind, excluded.text_columns, excluded.tenant_column,
         excluded.id_column, excluded.time_column, excluded.title_column, excluded.format_column, excluded.status_column,
         excluded.metrics_column, excluded.slides_column, excluded.metadata_columns, excluded.role_column, excluded.conversation_column,
         excluded.agent_column, excluded.kind_column, excluded.condition, excluded.embed, excluded.language, excluded.notify,
-        case when p_backfill then null else s.expected_since end, null)
-    returning id into v_source;
-    perform reactor.grant_source(v_source);
-    perform reactor.compile_source(v_source);
-    perform reactor.place_triggers(v_source);
-    perform reactor.hand_over(v_source);
-    if p_backfill then
-        perform reactor.enqueue_job('reconcile', jsonb_build_object('source', v_source, 'expected', true), '', format('source:%s', v_source), null, 'upkeep', 5);
+        case when p_backfill or s.detached_at is not null then excluded.expected_since else s.expected_since end, null)
+    returning * into v_new;
+    perform reactor.install_source(v_new.id);
+    -- Rows that are to be there, and rows that read otherwise than before.
+    if p_backfill or v_old.id is not null and v_old is distinct from v_new then
+        perform reactor.enqueue_job('reconcile', jsonb_build_object('source', v_new.id, 'expected', true), '', format('source:%s', v_new.id), null, 'upkeep', 5);
     end if;
-    return v_source;
-end
-$$;
-
--- Gives a source's functions to whom they belong: the trigger to the definer, the reading of rows to the worker.
-create or replace function reactor.hand_over(p_source int) returns void
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    v_name text := format('source_%s', p_source);
-begin
-    execute format('revoke all on function reactor.%I(), reactor.%I(text, text[]), reactor.%I(text, text, int, timestamptz, oid[]), reactor.%I() from public',
-        v_name || '_written', v_name || '_rows', v_name || '_page', v_name || '_tenants');
-    execute format('grant execute on function reactor.%I(text, text[]) to %I', v_name || '_rows', reactor.worker_role());
-    if reactor.definer_role() <> current_user then
-        execute format('grant create on schema reactor to %I', reactor.definer_role());
-        execute format('alter function reactor.%I() owner to %I', v_name || '_written', reactor.definer_role());
-        execute format('revoke create on schema reactor from %I', reactor.definer_role());
-    end if;
+    return v_new.id;
 end
 $$;
 
@@ -510,26 +669,45 @@ set lock_timeout = '5s'
 as $$
 declare
     v_source int;
-    v_name text;
     v_relation regclass;
-    v_event text;
+    v_name name;
+    v_role name;
+    v_routine regprocedure;
 begin
     update reactor.sources set detached_at = now() where relation = p_relation and detached_at is null returning id into v_source;
     if not found then
         return false;
     end if;
-    v_name := format('source_%s', v_source);
-    for v_relation in select r from reactor.relations_of(p_relation) r loop
-        foreach v_event in array array['insert', 'update', 'delete', 'truncate'] loop
-            execute format('drop trigger if exists %I on %s', 'reactor_' || v_event, v_relation);
-        end loop;
+    -- By function, not by table: a partition may have left the table meanwhile.
+    for v_relation, v_name in
+        select tgrelid::regclass, tgname from pg_trigger where tgfoid = to_regproc(format('reactor.source_%s_written', v_source))
+    loop
+        execute format('drop trigger %I on %s', v_name, v_relation);
     end loop;
-    execute format('drop policy if exists reactor_reads on %s', p_relation);
-    if reactor.worker_role() <> current_user then
-        execute format('revoke select on %s from %I', p_relation, reactor.worker_role());
+    if exists (select from pg_policy where polrelid = p_relation and polname = 'reactor_reads') then
+        execute format('drop policy reactor_reads on %s', p_relation);
     end if;
-    execute format('drop function if exists reactor.%I(), reactor.%I(text, text[]), reactor.%I(text, text, int, timestamptz, oid[]), reactor.%I()',
-        v_name || '_written', v_name || '_rows', v_name || '_page', v_name || '_tenants');
+    select n.nspname into v_name from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = p_relation;
+    if found then
+        foreach v_role in array array[reactor.worker_role(), reactor.definer_role()] loop
+            continue when v_role = current_user;
+            execute format('revoke select on %s from %I', p_relation, v_role);
+            if exists (
+                select from pg_namespace n, aclexplode(n.nspacl) a
+                where n.nspname = v_name and a.grantee = v_role::regrole and pg_has_role(current_user, a.grantor, 'usage')
+                    and n.nspname <> 'reactor' and not exists (
+                        select from reactor.sources s join pg_class c on c.oid = s.relation
+                        where s.detached_at is null and c.relnamespace = n.oid))
+            then
+                execute format('revoke usage on schema %I from %I', v_name, v_role);
+            end if;
+        end loop;
+    end if;
+    for v_routine in
+        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and proname like format('source\_%s\_%%', v_source)
+    loop
+        execute format('drop function %s', v_routine);
+    end loop;
     return true;
 end
 $$;
@@ -540,16 +718,36 @@ language sql
 set search_path = pg_catalog, pg_temp
 as $$ select reactor.detach_source($1) $$;
 
+-- Whether a source can be read at all: it is attached and its table is still there.
+create or replace function reactor.is_readable(p_source int) returns boolean
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    select exists (select from reactor.sources s join pg_class c on c.oid = s.relation where s.id = $1 and s.detached_at is null)
+$$;
+
 -- The current rows of a source by id, as its mapping sees them; rows that are gone or outside "when" are missing.
--- An empty set also for a source that is detached.
+-- An empty set also for a source that is detached, or whose table was dropped.
 create or replace function reactor.source_rows(p_source int, p_tenant text, p_ids text[])
 returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if to_regproc(format('reactor.source_%s_rows', p_source)) is not null then
+    if reactor.is_readable(p_source) then
         return query execute format('select * from reactor.%I($1, $2)', format('source_%s_rows', p_source)) using p_tenant, p_ids;
+    end if;
+end
+$$;
+
+-- Which of the given ids source_rows would return.
+create or replace function reactor.source_ids(p_source int, p_tenant text, p_ids text[]) returns setof text
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if reactor.is_readable(p_source) then
+        return query execute format('select * from reactor.%I($1, $2)', format('source_%s_ids', p_source)) using p_tenant, p_ids;
     end if;
 end
 $$;

@@ -83,16 +83,19 @@ begin
         returning 1
     )
     select count(*) filter (where counts) into v_before from removed;
-    insert into reactor.memories (tenant_id, source, source_id, chunk, overlap, kind, content, lexemes, embedding, model,
-        metadata, occurred_at, row_hash, version)
-    select p_tenant, p_source, p_rows[c.row], c.chunk, c.overlap, c.kind, c.content, to_tsvector(p_language, reactor.fold(c.content)),
-        c.embedding, c.model, c.metadata, coalesce(c.occurred_at, now()), c.row_hash, p_versions[c.row]
-    from unnest(p_row, p_chunk, p_overlap, p_kind, p_content, p_embedding, p_model, p_metadata, p_occurred, p_hash)
-        as c (row, chunk, overlap, kind, content, embedding, model, metadata, occurred_at, row_hash)
-    where not exists (
-        select from reactor.memories m
-        where m.tenant_id = p_tenant and m.source = p_source and m.source_id = p_rows[c.row] and m.version > p_versions[c.row]);
-    get diagnostics v_after = row_count;
+    with written as (
+        insert into reactor.memories (tenant_id, source, source_id, chunk, overlap, kind, content, lexemes, embedding, model,
+            metadata, occurred_at, row_hash, version)
+        select p_tenant, p_source, p_rows[c.row], c.chunk, c.overlap, c.kind, c.content, to_tsvector(p_language, reactor.fold(c.content)),
+            c.embedding, c.model, c.metadata, coalesce(c.occurred_at, now()), c.row_hash, p_versions[c.row]
+        from unnest(p_row, p_chunk, p_overlap, p_kind, p_content, p_embedding, p_model, p_metadata, p_occurred, p_hash)
+            as c (row, chunk, overlap, kind, content, embedding, model, metadata, occurred_at, row_hash)
+        where not exists (
+            select from reactor.memories m
+            where m.tenant_id = p_tenant and m.source = p_source and m.source_id = p_rows[c.row] and m.version > p_versions[c.row])
+        returning content <> '' as counts
+    )
+    select count(*) filter (where counts) into v_after from written;
     perform reactor.move_version(p_tenant, v_after - v_before);
 end
 $$;
@@ -122,110 +125,174 @@ as $$
     returning model
 $$;
 
--- Tenants that a source may have rows or memories of.
-create or replace function reactor.source_tenants(p_source int) returns setof text
+-- Errors: RX002 when row level security of a source's table holds for its owner too, who then cannot tell what is missing.
+create or replace function reactor.check_owner_sees_all(p_source int) returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
+set row_security = on
 as $$
+declare
+    v_relation regclass;
 begin
-    return query execute format('select t from reactor.%I() t where t <> '''' and length(t) <= 200 union select tenant_id from reactor.tenants',
-        format('source_%s_tenants', p_source));
+    -- The notes force it too; their tenants are known otherwise.
+    select relation into v_relation from reactor.sources where id = p_source and kind_column is null and row_security_active(relation);
+    if found then
+        raise exception 'source %: row level security of the table''s own hides rows from %', v_relation, current_user
+            using errcode = 'RX002', hint = format('alter table %s no force row level security, or reconcile as a role with bypassrls', v_relation);
+    end if;
 end
 $$;
 
--- Compares one page of a tenant's rows with its memories and enqueues what is missing or changed and owed by nobody.
--- Runs as the schema's owner. `last` is where the next page starts, null after the last one.
--- Errors: RX002 when the worker sees fewer rows than the owner (a restrictive policy of the table's own).
+-- Tenants that a source has rows or memories of. Errors: RX002 when the owner does not see all rows.
+create or replace function reactor.source_tenants(p_source int) returns setof text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s reactor.sources;
+    v_tenants text[];
+    v_tenant text;
+    v_scope text := coalesce(current_setting('reactor.tenant_id', true), '');
+begin
+    select * into strict s from reactor.sources where id = p_source;
+    perform reactor.check_owner_sees_all(p_source);
+    -- A table that was moved to a schema closed to the worker is opened again.
+    if not (select has_schema_privilege(reactor.worker_role(), c.relnamespace, 'usage') from pg_class c where c.oid = s.relation) then
+        perform reactor.grant_source(p_source);
+    end if;
+    execute format('select array_agg(t) from (select distinct %I::text as t from %s) d where t <> '''' and length(t) <= 200',
+        s.tenant_column, s.relation) into v_tenants;
+    return query select unnest(v_tenants);
+    for v_tenant in select tenant_id from reactor.tenants where tenant_id not in (select unnest(v_tenants)) loop
+        perform set_config('reactor.tenant_id', v_tenant, true);
+        if s.kind_column is not null or exists (select from reactor.memories where tenant_id = v_tenant and source = p_source) then
+            return next v_tenant;
+        end if;
+    end loop;
+    perform set_config('reactor.tenant_id', v_scope, true);
+end
+$$;
+
+-- One page of a tenant's rows, read as the table's owner. One snapshot with the caller's statement.
+-- Errors: RX002 when the owner does not see all rows, or the worker fewer (a restrictive policy of the table's own).
+create or replace function reactor.owner_page(p_source int, p_tenant text, p_after text, p_limit int)
+returns table (source_id text, row_hash bytea, occurred_at timestamptz, relation oid)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_ids text[];
+    v_hashes bytea[];
+    v_times timestamptz[];
+    v_relations oid[];
+    v_before text[];
+    v_hidden bigint;
+begin
+    perform reactor.check_owner_sees_all(p_source);
+    execute format('select array_agg(p.source_id), array_agg(p.row_hash), array_agg(p.occurred_at), array_agg(p.relation) from reactor.%I($1, $2, $3) p',
+        format('source_%s_page', p_source))
+    into v_ids, v_hashes, v_times, v_relations using p_tenant, p_after, p_limit;
+    v_before := reactor.enter_tenant(p_tenant);
+    select cardinality(v_ids) - count(*) into v_hidden from reactor.source_ids(p_source, p_tenant, v_ids);
+    perform reactor.leave_tenant(v_before);
+    if v_hidden > 0 then
+        raise exception 'source %: % of % rows are hidden from % by row level security of the table''s own',
+            (select s.relation from reactor.sources s where s.id = p_source), v_hidden, cardinality(v_ids), reactor.worker_role()
+            using errcode = 'RX002', hint = 'a restrictive policy hides them: let it pass ' || reactor.worker_role();
+    end if;
+    return query select * from unnest(v_ids, v_hashes, v_times, v_relations);
+end
+$$;
+
+-- Compares one page of a tenant's rows with its memories and enqueues what is missing or changed and owed by nobody; one
+-- statement, so that an edit that lands meanwhile is seen with its job or not at all.
+-- Runs as the schema's owner. `last` is where the next page starts, null after the last one. Errors: RX002, see owner_page.
 create or replace function reactor.reconcile_page(p_source int, p_tenant text, p_after text, p_limit int default 1000)
 returns table (enqueued bigint, last text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
-#variable_conflict use_column
 declare
-    v_source reactor.sources;
-    v_ids text[];
-    v_hashes bytea[];
-    v_expected boolean[];
-    v_before text[];
-    v_seen bigint;
+    s reactor.sources;
 begin
-    select * into strict v_source from reactor.sources where id = p_source;
+    select * into strict s from reactor.sources where id = p_source;
     perform set_config('reactor.tenant_id', p_tenant, true);
-    execute format('select array_agg(p.source_id), array_agg(p.row_hash), array_agg(p.is_expected) from reactor.%I($1, $2, $3, $4, $5) p',
-        format('source_%s_page', p_source))
-    into v_ids, v_hashes, v_expected
-    using p_tenant, p_after, p_limit, v_source.expected_since, v_source.unseen::oid[];
-    if v_ids is null then
-        return query select 0::bigint, null::text;
-        return;
-    end if;
-    v_before := reactor.enter_tenant(p_tenant);
-    select count(*) into v_seen from reactor.source_rows(p_source, p_tenant, v_ids);
-    perform reactor.leave_tenant(v_before);
-    if v_seen < cardinality(v_ids) then
-        raise exception 'source %: % of % rows are hidden from % by row level security of the table''s own', v_source.relation,
-            cardinality(v_ids) - v_seen, cardinality(v_ids), reactor.worker_role()
-            using errcode = 'RX002', hint = 'a restrictive policy hides them: let it pass ' || reactor.worker_role();
-    end if;
     return query
-    with owed as (
+    with page as materialized (
+        select p.source_id, p.row_hash, p.ordinality, p_source || ':' || p.source_id as key,
+            s.expected_since is null or coalesce(p.occurred_at >= s.expected_since, false) or p.relation = any (s.unseen::oid[]) as is_expected
+        from reactor.owner_page(p_source, p_tenant, p_after, p_limit) with ordinality p
+    ), unsettled as materialized (
+        select k from reactor.unsettled_keys(p_tenant, array(select p.key from page p)) k
+    ), owed as (
         insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
-        select 'sync_row', p_tenant, 'memory', p_source || ':' || r.id, jsonb_build_object('source', p_source, 'id', r.id)
-        from unnest(v_ids, v_hashes, v_expected) as r (id, row_hash, is_expected)
-        left join reactor.memories m on m.tenant_id = p_tenant and m.source = p_source and m.source_id = r.id and m.chunk = 0
-        where r.id <> '' and length(r.id) <= 200
+        select 'sync_row', p_tenant, 'memory', r.key, jsonb_build_object('source', p_source, 'id', r.source_id)
+        from page r
+        left join reactor.memories m on m.tenant_id = p_tenant and m.source = p_source and m.source_id = r.source_id and m.chunk = 0
+        where r.source_id <> '' and length(r.source_id) <= 200
             and case when m.id is null then r.is_expected else m.row_hash <> r.row_hash end
-            and not exists (
-                select from reactor.jobs j
-                where j.tenant_id = p_tenant and j.type = 'sync_row' and j.dedupe_key = p_source || ':' || r.id
-                    and j.status in ('pending', 'failed', 'running', 'dead'))
+            and r.key not in (select u.k from unsettled u)
         returning 1
     )
-    select count(*), case when cardinality(v_ids) >= p_limit then v_ids[cardinality(v_ids)] end from owed;
+    select (select count(*) from owed), (select p.source_id from page p where p.ordinality = p_limit);
 end
 $$;
 
+-- Which of the given keys some sync_row job stands for, waiting, running or dead (a person decides about those): key by
+-- key, each status by its own index. The order by leads to it where there are no statistics yet, as in a first backfill.
+create or replace function reactor.unsettled_keys(p_tenant text, p_keys text[]) returns setof text
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    select k from unnest($2) k, lateral (
+        (select from reactor.jobs j where j.tenant_id = $1 and j.type = 'sync_row' and j.dedupe_key = k
+            and j.status in ('pending', 'failed') order by j.id limit 1)
+        union all
+        (select from reactor.jobs j where j.tenant_id = $1 and j.type = 'sync_row' and j.dedupe_key = k and j.status = 'running' limit 1)
+        union all
+        (select from reactor.jobs j where j.tenant_id = $1 and j.type = 'sync_row' and j.dedupe_key = k and j.status = 'dead' limit 1)
+    ) unsettled
+$$;
+
 -- Memories of one tenant whose source row is gone without a tombstone: leaves one and a job. Returns how many.
+-- Errors: RX002 when the owner does not see all rows.
 create or replace function reactor.reconcile_orphans(p_source int, p_tenant text) returns bigint
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_ids text[];
     v_after text := '';
     v_found bigint := 0;
     v_page bigint;
 begin
+    perform reactor.check_owner_sees_all(p_source);
     perform set_config('reactor.tenant_id', p_tenant, true);
-    loop
-        select array_agg(m.source_id order by m.source_id) into v_ids
-        from (select source_id from reactor.memories
-              where tenant_id = p_tenant and source = p_source and chunk = 0 and source_id > v_after
-              order by source_id limit 1000) m;
-        exit when v_ids is null;
-        v_after := v_ids[cardinality(v_ids)];
-        with orphan as materialized (
-            select id, nextval('reactor.job_ids') as version from unnest(v_ids) as u (id)
-            where id not in (select r.source_id from reactor.source_rows(p_source, p_tenant, v_ids) r)
-                and not exists (
-                    select from reactor.jobs j
-                    where j.tenant_id = p_tenant and j.type = 'sync_row' and j.dedupe_key = p_source || ':' || id
-                        and j.status in ('pending', 'failed', 'running', 'dead'))
+    while v_after is not null loop
+        with page as materialized (
+            select source_id, p_source || ':' || source_id as key from reactor.memories
+            where tenant_id = p_tenant and source = p_source and chunk = 0 and source_id > v_after order by source_id limit 1000
+        ), present as materialized (
+            select i from reactor.source_ids(p_source, p_tenant, array(select p.source_id from page p)) i
+        ), unsettled as materialized (
+            select k from reactor.unsettled_keys(p_tenant, array(select p.key from page p)) k
+        ), orphan as materialized (
+            select p.source_id as id, p.key, nextval('reactor.job_ids') as version from page p
+            where p.source_id not in (select i from present) and p.key not in (select k from unsettled)
         ), tombstone as (
             insert into reactor.tombstones (tenant_id, source, source_id, version) select p_tenant, p_source, id, version from orphan
+        ), owed as (
+            insert into reactor.jobs (id, type, tenant_id, lane, dedupe_key, payload)
+            select version, 'sync_row', p_tenant, 'memory', key, jsonb_build_object('source', p_source, 'id', id) from orphan
         )
-        insert into reactor.jobs (id, type, tenant_id, lane, dedupe_key, payload)
-        select version, 'sync_row', p_tenant, 'memory', p_source || ':' || id, jsonb_build_object('source', p_source, 'id', id)
-        from orphan;
-        get diagnostics v_page = row_count;
+        select (select count(*) from orphan), max(source_id) into v_page, v_after from page;
         v_found := v_found + v_page;
     end loop;
     return v_found;
 end
 $$;
 
--- Memories hidden by a TRUNCATE of their whole source, removed for one tenant. Returns how many.
+-- Memories hidden by a TRUNCATE of their whole source, removed for one tenant. Returns how many. One that a sync_row is
+-- replacing at this moment is left to it: waiting for it crosswise would deadlock.
 create or replace function reactor.remove_truncated(p_source int, p_tenant text, p_version bigint) returns bigint
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -236,7 +303,9 @@ declare
     v_counted bigint;
 begin
     with removed as (
-        delete from reactor.memories where tenant_id = p_tenant and source = p_source and version < p_version
+        delete from reactor.memories where id in (
+            select id from reactor.memories where tenant_id = p_tenant and source = p_source and version < p_version
+            for update skip locked)
         returning content <> '' as counts
     )
     select count(*), count(*) filter (where counts) into v_rows, v_counted from removed;
@@ -248,20 +317,48 @@ begin
 end
 $$;
 
--- Places missing triggers on new partitions of a source and remembers that their rows are still to be looked at.
+-- Places missing triggers on new partitions of a source and remembers that their rows are still to be looked at. A
+-- partition that is busy for a second is left to the next look: producers would queue up behind us. Returns how many.
 create or replace function reactor.reconcile_triggers(p_source int) returns bigint
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '1s'
 as $$
 declare
     v_new regclass[];
 begin
-    select array_agg(r) into v_new from reactor.place_triggers(p_source) r;
-    if v_new is not null then
-        update reactor.sources set unseen = unseen || v_new where id = p_source;
-    end if;
-    return coalesce(cardinality(v_new), 0);
+    v_new := array(select reactor.place_triggers(p_source));
+    update reactor.sources set unseen = array(select distinct u from unnest(unseen || v_new) u) where id = p_source and v_new <> '{}';
+    return cardinality(v_new);
+exception when lock_not_available then
+    raise warning 'reactor: a partition of source % was busy: its triggers are left to the next reconcile', p_source;
+    return 0;
 end
+$$;
+
+-- Where a look at a source begins: partitions whose rows are all expected, the newest TRUNCATE, and whether its tombstone
+-- may go afterwards: not while a job claimed before it could still write what it read.
+create or replace function reactor.start_reconcile(p_source int)
+returns table (unseen text[], truncated_at bigint, buries_all boolean)
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    select s.unseen::oid[]::text[], t.version, not exists (
+        select from reactor.jobs j where j.status = 'running' and j.type = 'sync_row' and j.id < t.version
+            and starts_with(j.dedupe_key, s.id || ':'))
+    from reactor.sources s
+    left join (select max(version) as version from reactor.tombstones where tenant_id = '' and source = $1) t on true
+    where s.id = $1
+$$;
+
+-- Where it ends, with what start_reconcile said.
+create or replace function reactor.end_reconcile(p_source int, p_unseen text[], p_truncated_at bigint, p_buries_all boolean) returns void
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.sources set unseen = array(select u from unnest(unseen) u where not u::oid::text = any ($2)) where id = $1 and $2 <> '{}';
+    delete from reactor.tombstones where tenant_id = '' and source = $1 and version <= $3 and $4;
+    select reactor.ring();
 $$;
 
 -- The whole of one source (or of all) in one transaction, for psql; the reactor does the same page by page.
@@ -276,6 +373,7 @@ declare
     v_tenant text;
     v_after text;
     v_page record;
+    v_new regclass[];
     v_scope text := coalesce(current_setting('reactor.tenant_id', true), '');
 begin
     for s in select * from reactor.sources where detached_at is null and (p_relation is null or relation = p_relation)
@@ -284,7 +382,9 @@ begin
         source := s.relation;
         enqueued := 0;
         orphans := 0;
-        triggers_placed := reactor.reconcile_triggers(s.id);
+        v_new := array(select reactor.relations_without_triggers(s.id));
+        -- All rows of a partition without our triggers are expected.
+        update reactor.sources set unseen = unseen || v_new where id = s.id and v_new <> '{}';
         for v_tenant in select t from reactor.source_tenants(s.id) t loop
             v_after := null;
             loop
@@ -295,8 +395,18 @@ begin
             end loop;
             orphans := orphans + reactor.reconcile_orphans(s.id, v_tenant);
         end loop;
-        update reactor.sources set unseen = '{}' where id = s.id;
+        triggers_placed := cardinality(v_new);
+        if v_new = '{}' then
+            update reactor.sources set unseen = '{}' where id = s.id and unseen <> '{}';
+        end if;
         return next;
+    end loop;
+    -- Last, for a trigger's lock on its table lasts to the end. Rows may have come between the look and the triggers.
+    for s in select * from reactor.sources where detached_at is null and (p_relation is null or relation = p_relation)
+        and exists (select from reactor.relations_without_triggers(id)) order by id
+    loop
+        perform reactor.reconcile_triggers(s.id);
+        perform reactor.enqueue_job('reconcile', jsonb_build_object('source', s.id, 'expected', true), '', format('source:%s', s.id), null, 'upkeep', 5);
     end loop;
     perform set_config('reactor.tenant_id', v_scope, true), reactor.ring();
 end

@@ -1,11 +1,12 @@
--- Reading memory: search, recent, status. Private functions do the work; public ones carry the contract's names.
+-- What agents call: search, recent, status, and the notes they write. Private functions do the work; public ones carry the
+-- contract's names.
 
 -- The words of a question in every language that sources are kept in, any of which may match. Null: none worth looking for.
 create or replace function reactor.question(p_query text) returns tsquery
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-    select string_agg(distinct quote_literal(w.lexeme), ' | ')::tsquery
+    select string_agg(distinct '''' || regexp_replace(w.lexeme, '([''\\])', '\1\1', 'g') || '''', ' | ')::tsquery
     from (select distinct language from reactor.sources) l,
         lateral unnest(to_tsvector(l.language::regconfig, reactor.fold(left($1, 2000)))) w
 $$;
@@ -26,7 +27,7 @@ $$;
 
 -- The best memories of a tenant for a question, at most one a source row, best first, by words (p_query), by meaning
 -- (p_embedding, of model p_model) or by both: reciprocal rank fusion with k = 60 (Cormack, Clarke, Buettcher 2009) over
--- the top 50 of each. The score is 1 for the first of every list asked; by meaning alone it is the cosine similarity.
+-- the top 50 rows of each. The score is 1 for the first of every list asked; by meaning alone it is the cosine similarity.
 create or replace function reactor.find_memories(
     p_tenant text, p_query text, p_embedding @extschema:vector@.halfvec, p_model text, p_k int, p_kinds text[] default null,
     p_since timestamptz default null, p_until timestamptz default null, p_metadata jsonb default null
@@ -37,7 +38,7 @@ as $$
 #variable_conflict use_column
 declare
     v_k int := least(greatest(coalesce(p_k, 5), 1), 100);
-    v_depth int := greatest(50, 2 * v_k);
+    v_depth int := greatest(50, v_k);
     v_before text[] := reactor.enter_tenant(p_tenant);
     v_words tsquery := reactor.question(p_query);
     v_lists int := (v_words is not null)::int + (p_embedding is not null)::int;
@@ -46,7 +47,7 @@ begin
     with hidden as materialized (
         select h as id from reactor.hidden_memories(p_tenant) h
     ), candidate as not materialized (
-        select m.* from reactor.memories m
+        select m.id, m.source, m.source_id, m.lexemes, m.embedding, m.model from reactor.memories m
         where m.tenant_id = p_tenant and m.content <> ''
             and (p_kinds is null or m.kind = any (p_kinds))
             and (p_since is null or m.occurred_at >= p_since)
@@ -54,26 +55,29 @@ begin
             and (p_metadata is null or m.metadata @> p_metadata)
             and m.id not in (select id from hidden)
     ), by_words as (
-        select id, row_number() over (order by rank desc, id desc) as place, null::float8 as similarity
-        from (select c.id, ts_rank_cd(c.lexemes, v_words) as rank from candidate c
-              where c.lexemes @@ v_words order by rank desc, c.id desc limit v_depth) w
-        where v_words is not null
+        -- Of each source row its best chunk, before the cut: a long text must not fill the list alone.
+        select id, source, source_id, row_number() over (order by rank desc, id desc) as place, null::float8 as similarity
+        from (select distinct on (c.source, c.source_id) c.id, c.source, c.source_id, ts_rank_cd(c.lexemes, v_words) as rank
+              from candidate c where c.lexemes @@ v_words
+              order by c.source, c.source_id, rank desc, c.id) w
+        order by place limit v_depth
     ), by_meaning as (
-        select id, row_number() over (order by distance, id desc) as place, 1 - distance as similarity
-        from (select c.id, c.embedding operator(@extschema:vector@.<=>) p_embedding as distance from candidate c
-              where c.model = p_model and c.embedding is not null order by distance, c.id desc limit v_depth) n
-        where p_embedding is not null
+        select id, source, source_id, row_number() over (order by distance, id desc) as place, 1 - distance as similarity
+        from (select distinct on (c.source, c.source_id) c.id, c.source, c.source_id,
+                  c.embedding operator(@extschema:vector@.<=>) p_embedding as distance
+              from candidate c where p_embedding is not null and c.model = p_model
+              order by c.source, c.source_id, distance, c.id) n
+        where distance < 'NaN'  -- a question of length zero is near nothing
+        order by place limit v_depth
     ), fused as (
-        select id, sum(61.0 / (60 + place)) / v_lists as rank, max(similarity) as similarity
-        from (select * from by_words union all select * from by_meaning) lists group by id
-    ), best as (
-        select distinct on (m.source, m.source_id) m.id, m.kind, m.source_id, m.content,
-            case when v_words is null then least(greatest(f.similarity, 0), 1) else f.rank end::float8 as score,
-            m.occurred_at, m.metadata
-        from fused f join reactor.memories m on m.id = f.id and m.tenant_id = p_tenant
-        order by m.source, m.source_id, score desc, m.id
+        select (array_agg(id order by place, id))[1] as id, max(similarity) as similarity, sum(61e0 / (60 + place)) / v_lists as rank
+        from (select * from by_words union all select * from by_meaning) lists
+        group by source, source_id
     )
-    select * from best b order by b.score desc, b.id desc limit v_k;
+    select m.id, m.kind, m.source_id, m.content,
+        case when v_words is null then least(greatest(f.similarity, 0), 1) else f.rank end as score, m.occurred_at, m.metadata
+    from fused f join reactor.memories m on m.id = f.id
+    order by score desc, m.id desc limit v_k;
     perform reactor.leave_tenant(v_before);
 end
 $$;
@@ -133,6 +137,23 @@ begin
         union all
         select * from reactor.recent_memories(p_tenant, p_k, p_kinds, p_metadata) where p_query is null
     ) h on true;
+    perform reactor.leave_tenant(v_before);
+end
+$$;
+
+-- Writes notes of one tenant down (Memory.remember), in one statement and so through any pooler. Returns their ids, in order.
+create or replace function reactor.write_notes(p_tenant text, p_kind text[], p_content text[], p_metadata jsonb[]) returns setof bigint
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_before text[] := reactor.enter_tenant(p_tenant);
+begin
+    return query
+    insert into reactor.notes (tenant_id, kind, content, metadata)
+    select p_tenant, n.kind, n.content, n.metadata
+    from unnest(p_kind, p_content, p_metadata) with ordinality as n (kind, content, metadata, place) order by n.place
+    returning id;
     perform reactor.leave_tenant(v_before);
 end
 $$;

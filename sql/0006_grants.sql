@@ -5,15 +5,26 @@ revoke all on all sequences in schema reactor from public;
 do $$
 declare
     v_routine regprocedure;
-    v_source int;
+    v_vector regnamespace := (select extnamespace from pg_extension where extname = 'vector');
 begin
     for v_routine in  -- pgvector may live in this schema too, and stays as it is
         select p.oid from pg_proc p where p.pronamespace = 'reactor'::regnamespace
             and not exists (select from pg_depend d where d.classid = 'pg_proc'::regclass and d.objid = p.oid and d.deptype = 'e')
     loop
         execute format('revoke all on routine %s from public', v_routine);
+        if reactor.worker_role() <> current_user then
+            execute format('revoke all on routine %s from %I', v_routine, reactor.worker_role());
+        end if;
     end loop;
     if reactor.worker_role() <> current_user then
+        -- pgvector may live in a schema that is not everybody's.
+        if not has_schema_privilege(reactor.worker_role(), v_vector, 'usage') then
+            execute format('grant usage on schema %s to %I', v_vector, reactor.worker_role());
+        end if;
+        if not has_schema_privilege(reactor.worker_role(), v_vector, 'usage') then
+            raise exception '% may not use schema %, where pgvector is', reactor.worker_role(), v_vector
+                using errcode = '42501', hint = format('as its owner: grant usage on schema %s to %I', v_vector, reactor.worker_role());
+        end if;
         execute format('grant select, update on reactor.jobs to %I', reactor.worker_role());
         execute format('grant select, delete on reactor.tombstones to %I', reactor.worker_role());
         execute format('grant select on reactor.sources to %I', reactor.worker_role());
@@ -21,8 +32,8 @@ begin
         execute format('grant select, insert, update, delete on reactor.memories to %I', reactor.worker_role());
         execute format('grant select, insert on reactor.notes to %I', reactor.worker_role());
         execute format('grant execute on function reactor.scope(), reactor.worker_role(), reactor.enter_tenant(text), '
-            'reactor.leave_tenant(text[]), reactor.fold(text), reactor.json_text(jsonb), reactor.hold_claims(bigint[], uuid[]), '
-            'reactor.complete_jobs(bigint[], uuid[], jsonb[]), reactor.source_rows(int, text, text[]), '
+            'reactor.leave_tenant(text[]), reactor.fold(text), reactor.json_text(jsonb), reactor.clean_json(json), reactor.hold_claims(bigint[], uuid[]), '
+            'reactor.complete_jobs(bigint[], uuid[], jsonb[]), reactor.source_rows(int, text, text[]), reactor.source_ids(int, text, text[]), reactor.is_readable(int), '
             'reactor.move_version(text, bigint), reactor.model_of(text, text), reactor.question(text), reactor.hidden_memories(text) to %I',
             reactor.worker_role());
         execute (select format('grant execute on function %s to %I', string_agg(oid::regprocedure::text, ', '), reactor.worker_role())
@@ -34,12 +45,6 @@ begin
         execute format('grant usage on sequence reactor.job_ids to %I', reactor.definer_role());
         execute format('grant execute on function reactor.ring() to %I', reactor.definer_role());
     end if;
-    for v_source in
-        select s.id from reactor.sources s where s.detached_at is null and exists (select from pg_class c where c.oid = s.relation)
-    loop
-        perform reactor.grant_source(v_source), reactor.compile_source(v_source);
-        perform reactor.place_triggers(v_source);
-        perform reactor.hand_over(v_source);
-    end loop;
+    perform reactor.renew_sources();
 end
 $$;

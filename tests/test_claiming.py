@@ -1,0 +1,407 @@
+"""Claiming: twins collapse into one run with the newest payload, nobody claims a job twice, leases run out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+import anyio
+import asyncpg
+import pytest
+from conftest import connect
+from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
+
+from reactor.job import Dead, Done, Failed, Snooze
+from reactor.jobs import Jobs, complete_jobs, hold_claims
+
+LEASE = timedelta(seconds=30)
+
+
+@pytest.fixture
+def jobs(pool):
+    return Jobs(pool, worker="test", lease=LEASE)
+
+
+async def enqueue(conn, n=0, *, key="post:1", tenant="acme", type_="work", after="0 s", **columns):
+    """A waiting job with payload {"n": n}, due `after` from now; returns its id."""
+    return await conn.fetchval(
+        "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload, run_after, status, attempts) "
+        "values ($1, $2, $1, $3, $4, now() + $5::text::interval, $6, $7) returning id",
+        type_, tenant, key, {"n": n}, after, columns.get("status", "pending"), columns.get("attempts", 0),
+    )  # fmt: skip
+
+
+async def row(conn, job_id):
+    return await conn.fetchrow("select * from reactor.jobs where id = $1", job_id)
+
+
+async def statuses(conn):
+    return [r["status"] for r in await conn.fetch("select status from reactor.jobs order by id")]
+
+
+class TestTwins:
+    async def test_the_lowest_id_runs_with_the_newest_payload_and_the_highest_id_as_its_version(self, conn, jobs):
+        first, second, third = [await enqueue(conn, n) for n in (1, 2, 3)]
+
+        claimed = await jobs.claim({"work": 10})
+
+        assert [(job.id, job.payload, job.version) for job in claimed] == [(first, {"n": 3}, third)]
+        assert await statuses(conn) == ["running", "done", "done"]
+        assert (await row(conn, second))["result"] == {"merged_into": first}
+        assert (await row(conn, third))["result"] == {"merged_into": first}
+
+    async def test_a_thousand_twins_are_one_run(self, conn, jobs):
+        await conn.execute(
+            "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload) "
+            "select 'work', 'acme', 'work', 'post:1', jsonb_build_object('n', n) from generate_series(1, 1000) n"
+        )
+
+        claimed = await jobs.claim({"work": 5})
+
+        assert [job.payload for job in claimed] == [{"n": 1000}]
+        assert Counter(await statuses(conn)) == {"running": 1, "done": 999}
+
+    async def test_a_twin_that_is_not_due_yet_is_absorbed_by_one_that_is(self, conn, jobs):
+        later = await enqueue(conn, 1, after="1 hour")
+        due = await enqueue(conn, 2)
+        latest = await enqueue(conn, 3, after="1 hour")
+
+        [job] = await jobs.claim({"work": 10})
+
+        assert (job.id, job.payload, job.version) == (due, {"n": 3}, latest)
+        assert (await row(conn, later))["result"] == {"merged_into": due}
+
+    async def test_twins_none_of_which_is_due_wait(self, conn, jobs):
+        await enqueue(conn, after="1 hour")
+        await enqueue(conn, after="1 s")
+
+        assert await jobs.claim({"work": 10}) == []
+
+    async def test_a_failed_twin_and_a_newer_pending_one_are_one_run(self, conn, jobs):
+        failed = await enqueue(conn, 1, status="failed", attempts=2, after="1 hour")
+        pending = await enqueue(conn, 2)
+
+        [job] = await jobs.claim({"work": 10})
+
+        assert (job.id, job.payload, job.attempts) == (pending, {"n": 2}, 1)
+        assert (await row(conn, failed))["status"] == "done"
+
+    async def test_a_due_failed_twin_goes_first_and_keeps_its_count_of_attempts(self, conn, jobs):
+        failed = await enqueue(conn, 1, status="failed", attempts=2)
+        await enqueue(conn, 2)
+
+        [job] = await jobs.claim({"work": 10})
+
+        assert (job.id, job.payload, job.attempts) == (failed, {"n": 2}, 3)
+
+    async def test_an_edit_during_the_run_waits_for_it_and_then_runs_by_itself(self, conn, jobs):
+        await enqueue(conn, 1)
+        [first] = await jobs.claim({"work": 10})
+        edit = await enqueue(conn, 2)
+
+        meanwhile = await jobs.claim({"work": 10})
+        await jobs.settle([(first, Done())])
+        [second] = await jobs.claim({"work": 10})
+
+        assert meanwhile == []
+        assert (second.id, second.payload, second.version) == (edit, {"n": 2}, edit)
+
+    @pytest.mark.parametrize("ending", [Failed("x", "y"), Snooze(3600)])
+    async def test_an_edit_during_a_run_that_will_be_tried_again_runs_now_and_absorbs_the_other_attempt(self, conn, jobs, ending):
+        first_id = await enqueue(conn, 1)
+        [first] = await jobs.claim({"work": 10})
+        edit = await enqueue(conn, 2)
+        await jobs.settle([(first, ending)])
+
+        [second] = await jobs.claim({"work": 10})
+        await jobs.settle([(second, Done())])
+
+        assert (second.id, second.payload) == (edit, {"n": 2})
+        assert (await row(conn, first_id))["result"] == {"merged_into": edit}
+        assert await statuses(conn) == ["done", "done"]
+
+    async def test_a_dead_twin_neither_blocks_nor_is_absorbed(self, conn, jobs):
+        dead = await enqueue(conn, 1)
+        [job] = await jobs.claim({"work": 10})
+        await jobs.settle([(job, Dead("x", "y"))])
+        edit = await enqueue(conn, 2)
+
+        [job] = await jobs.claim({"work": 10})
+
+        assert job.id == edit
+        assert (await row(conn, dead))["status"] == "dead"
+
+    async def test_jobs_without_a_key_are_never_twins(self, conn, jobs):
+        ids = [await enqueue(conn, n, key=None) for n in range(3)]
+
+        claimed = await jobs.claim({"work": 10})
+
+        assert sorted((job.id, job.version) for job in claimed) == [(i, i) for i in ids]
+
+    @pytest.mark.parametrize("other", [{"tenant": "other"}, {"key": "post:2"}, {"type_": "elsewhere"}])
+    async def test_the_same_key_of_another_tenant_or_type_is_no_twin(self, conn, jobs, other):
+        await enqueue(conn, 1)
+        await enqueue(conn, 2, **other)
+
+        claimed = await jobs.claim({"work": 10, "elsewhere": 10})
+
+        assert sorted(job.payload["n"] for job in claimed) == [1, 2]
+
+    async def test_an_edit_whose_transaction_is_still_open_at_the_claim_runs_after_it(self, conn, jobs, dsn):
+        await enqueue(conn, 1)
+        author = await connect(dsn)
+        transaction = author.transaction()
+        await transaction.start()
+        edit = await enqueue(author, 2)
+
+        [first] = await jobs.claim({"work": 10})
+        await transaction.commit()
+        blocked = await jobs.claim({"work": 10})
+        await jobs.settle([(first, Done())])
+        [second] = await jobs.claim({"work": 10})
+        await author.close()
+
+        assert first.payload == {"n": 1}
+        assert blocked == []
+        assert second.id == edit
+
+    @given(
+        jobs_of=st.lists(
+            st.tuples(st.sampled_from("ab"), st.sampled_from(["k", "l", None]), st.booleans(), st.booleans()), min_size=1, max_size=12
+        )
+    )
+    @hypothesis_settings(
+        max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    )
+    async def test_whatever_waits_every_key_runs_once_and_everything_ends(self, conn, jobs, jobs_of):
+        await conn.execute("truncate reactor.jobs")
+        for n, (tenant, key, is_due, has_failed) in enumerate(jobs_of):
+            await enqueue(conn, n, tenant=tenant, key=key, after="-1 s" if is_due else "1 hour", status="failed" if has_failed else "pending")
+
+        claimed = await jobs.claim({"work": 100})
+
+        keyed = Counter((job.tenant_id, job.dedupe_key) for job in claimed if job.dedupe_key)
+        due = {(t, k) for t, k, is_due, _ in jobs_of if is_due and k}
+        assert set(keyed) == due
+        assert set(keyed.values()) <= {1}
+        assert sum(job.dedupe_key is None for job in claimed) == sum(k is None and is_due for _, k, is_due, _ in jobs_of)
+        for job in claimed:
+            if job.dedupe_key:
+                assert job.payload["n"] == max(n for n, (t, k, _, _) in enumerate(jobs_of) if (t, k) == (job.tenant_id, job.dedupe_key))
+        await jobs.settle([(job, Done()) for job in claimed])
+        waiting = await conn.fetch("select tenant_id, dedupe_key from reactor.jobs where status <> 'done'")
+        assert len(waiting) == sum(not is_due and (k is None or (t, k) not in due) for t, k, is_due, _ in jobs_of)
+
+
+class TestLimits:
+    async def test_no_room_claims_nothing(self, conn, jobs):
+        await enqueue(conn)
+
+        assert await jobs.claim({"work": 0}) == []
+        assert await jobs.claim({}) == []
+        assert await statuses(conn) == ["pending"]
+
+    async def test_each_type_is_claimed_up_to_its_own_room_oldest_first(self, conn, jobs):
+        for n in range(5):
+            await enqueue(conn, n, key=None, after=f"{n - 10} s")
+            await enqueue(conn, n, key=None, type_="elsewhere")
+
+        claimed = await jobs.claim({"work": 2, "elsewhere": 3})
+
+        assert Counter(job.type for job in claimed) == {"work": 2, "elsewhere": 3}
+        assert sorted(job.payload["n"] for job in claimed if job.type == "work") == [0, 1]
+
+    async def test_a_type_nobody_here_handles_is_left_alone(self, conn, jobs):
+        await enqueue(conn, type_="unheard_of")
+
+        assert await jobs.claim({"work": 10}) == []
+
+    async def test_a_handlers_own_number_of_attempts_becomes_the_jobs(self, conn, jobs):
+        job_id = await enqueue(conn)
+
+        [job] = await jobs.claim({"work": 10}, {"work": 1})
+        await jobs.settle([(job, Failed("x", "y"))])
+
+        assert job.max_attempts == 1
+        assert (await row(conn, job_id))["status"] == "dead"
+
+
+class TestTwoReactors:
+    async def test_twenty_rounds_of_two_claiming_at_once_never_share_a_job_or_a_key(self, conn, dsn):
+        one, two = [await connect(dsn) for _ in range(2)]
+        claim = "select id, dedupe_key from reactor.claim_jobs('{work}', '{40}', $1, '30 s')"
+        for _ in range(20):
+            await conn.execute("truncate reactor.jobs")
+            await conn.execute(
+                "insert into reactor.jobs (type, tenant_id, lane, dedupe_key) "
+                "select 'work', 'acme', 'work', case when n % 4 > 0 then 'post:' || n % 17 end from generate_series(1, 200) n order by random()"
+            )
+            answers = []
+
+            async def go(c, name, answers=answers):
+                answers.append(await c.fetch(claim, name))
+
+            with anyio.fail_after(30):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(go, one, "one")
+                    tasks.start_soon(go, two, "two")
+
+            ids = [r["id"] for answer in answers for r in answer]
+            keys = [r["dedupe_key"] for answer in answers for r in answer if r["dedupe_key"]]
+            assert len(ids) == len(set(ids)) > 0
+            assert len(keys) == len(set(keys))
+        await one.close()
+        await two.close()
+
+    async def test_what_somebody_has_locked_is_passed_over_without_waiting(self, conn, jobs, dsn):
+        locked, free = await enqueue(conn, key="a"), await enqueue(conn, key="b")
+        operator = await connect(dsn)
+        transaction = operator.transaction()
+        await transaction.start()
+        await operator.fetch("select from reactor.jobs where id = $1 for update", locked)
+
+        with anyio.fail_after(10):
+            claimed = await jobs.claim({"work": 10})
+        await transaction.rollback()
+        await operator.close()
+
+        assert [job.id for job in claimed] == [free]
+
+    async def test_a_heartbeat_never_waits_for_a_handler_that_holds_its_claims(self, conn, jobs, pool):
+        ids = [await enqueue(conn, key=None) for _ in range(2)]
+        claimed = sorted(await jobs.claim({"work": 10}), key=lambda job: job.id)
+
+        async with pool.acquire() as handler, handler.transaction():
+            await hold_claims(handler, claimed[:1])
+            with anyio.fail_after(10):
+                extended = await jobs.extend(claimed)
+
+        assert extended == {ids[1]}
+
+
+class TestTimers:
+    async def test_the_next_due_instant_is_told_by_the_databases_clock(self, conn, jobs):
+        await enqueue(conn, after="90 s", key="a")
+        await enqueue(conn, after="2 hours", key="b")
+        await enqueue(conn, after="1 s", type_="elsewhere")
+
+        due_s = await jobs.next_due_s(["work"])
+
+        assert 80 < due_s <= 90
+
+    async def test_what_is_overdue_is_due_in_no_time_and_nothing_waiting_is_none(self, conn, jobs):
+        assert await jobs.next_due_s(["work"]) is None
+
+        await enqueue(conn, after="-1 hour")
+
+        assert await jobs.next_due_s(["work"]) == 0
+
+    async def test_the_end_of_somebodys_lease_is_a_timer_too(self, conn, jobs):
+        await enqueue(conn)
+        await jobs.claim({"work": 1})
+
+        due_s = await jobs.next_due_s(["work", "elsewhere"])
+
+        assert 20 < due_s <= 30
+
+
+class TestLeases:
+    async def claim_at(self, conn, at, limit=10):
+        return await conn.fetch("select * from reactor.claim_jobs('{work}', $1, 'other', '30 s', null, $2)", [limit], at)
+
+    async def test_a_job_whose_worker_went_silent_is_claimed_again_with_another_token(self, conn, jobs):
+        job_id = await enqueue(conn)
+        [first] = await jobs.claim({"work": 1})
+
+        early = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=20))
+        [second] = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+
+        assert early == []
+        assert (second["id"], second["attempts"], second["locked_by"]) == (job_id, 2, "other")
+        assert second["claim_token"] != first.claim_token
+
+    async def test_a_heartbeat_keeps_the_claim(self, conn, jobs):
+        await enqueue(conn)
+        [job] = await jobs.claim({"work": 1})
+
+        await conn.fetch("select reactor.extend_leases($1, $2, '1 hour')", [job.id], [job.claim_token])
+
+        assert await self.claim_at(conn, datetime.now(UTC) + timedelta(minutes=30)) == []
+
+    async def test_a_late_worker_can_neither_settle_nor_extend_nor_hold_nor_note(self, conn, jobs, pool):
+        await enqueue(conn)
+        [late] = await jobs.claim({"work": 1})
+        [current] = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+
+        settled = await jobs.settle([(late, Done({"late": True}))])
+        extended = await jobs.extend([late])
+        async with pool.acquire() as c, c.transaction():
+            held = await hold_claims(c, [late])
+            await complete_jobs(c, [(late, {"late": True})])
+        with pytest.raises(Exception, match="another worker"):
+            await late.note({"step": 1})
+
+        after = await row(conn, late.id)
+        assert (settled, extended, held) == ({}, set(), [])
+        assert (after["status"], after["claim_token"], after["result"], after["notes"]) == ("running", current["claim_token"], None, {})
+
+    async def test_a_lease_that_ends_on_the_last_attempt_is_a_dead_job_and_an_alert(self, conn, jobs):
+        job_id = await enqueue(conn, attempts=4)
+        await jobs.claim({"work": 1})
+
+        await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+
+        assert (await row(conn, job_id))["status"] == "dead"
+        assert await conn.fetchval("select subject from reactor.alerts where resolved_at is null") == "work lease_expired"
+
+    async def test_a_settled_job_leaves_no_lease_behind(self, conn, jobs):
+        await enqueue(conn)
+        [job] = await jobs.claim({"work": 1})
+
+        await jobs.settle([(job, Done())])
+
+        after = await row(conn, job.id)
+        assert (after["locked_by"], after["lease_until"], after["claim_token"]) == (None, None, None)
+
+
+class TestEnqueueing:
+    async def test_a_job_from_sql_keeps_every_argument_by_its_name(self, conn):
+        job_id = await conn.fetchval(
+            "select reactor.enqueue(type => 'publish', payload => '{\"a\": 1}', tenant_id => 'acme', dedupe_key => 'k', "
+            "run_after => '2030-01-01', lane => 'instagram', max_attempts => 2)"
+        )
+
+        job = await row(conn, job_id)
+        assert [job[c] for c in ("type", "payload", "tenant_id", "dedupe_key", "lane", "max_attempts", "status")] == [
+            "publish", {"a": 1}, "acme", "k", "instagram", 2, "pending",
+        ]  # fmt: skip
+        assert job["run_after"].year == 2030
+
+    async def test_the_lane_is_the_type_unless_given(self, conn):
+        job_id = await conn.fetchval("select reactor.enqueue('publish', '{}', 'acme')")
+
+        assert (await row(conn, job_id))["lane"] == "publish"
+
+    @pytest.mark.parametrize(
+        "arguments", ["'', '{}', 'acme'", "'x', '[]', 'acme'", "'x', '{}', null", "'x', '{}', repeat('x', 201)", "'x', '{}', 'a', repeat('k', 501)"]
+    )
+    async def test_a_wrong_argument_is_one_clear_line(self, conn, arguments):
+        with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^a job") as caught:
+            await conn.fetchval(f"select reactor.enqueue({arguments})")
+
+        assert "\n" not in str(caught.value)
+
+    async def test_it_rings_with_an_empty_payload(self, conn, dsn):
+        heard = []
+        rung = anyio.Event()
+        listener = await connect(dsn)
+        await listener.add_listener("reactor_wake", lambda *args: (heard.append(args[3]), rung.set()))
+
+        await conn.fetchval("select reactor.enqueue('publish', $1, 'acme')", {"secret": "canary"})
+        with anyio.fail_after(10):
+            await rung.wait()
+        await listener.close()
+
+        assert heard == [""]
+        assert "canary" not in json.dumps(heard)
