@@ -305,4 +305,4 @@ def _half(vector: Vector | HalfVector | None) -> HalfVector | None:
     return vector if vector is None or isinstance(vector, HalfVector) else HalfVector(vector)
 
 
-HANDLERS = {"sync_row": Handler(sync_rows, batch=128, concurrency=2, lane="memory", timeout_s=900)}
+HANDLERS = {"sync_row": Handler(sync_rows, batch=128, concurrency=4, lane="memory", timeout_s=900)}

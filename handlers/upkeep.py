@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import asyncpg
+
 from reactor.db import Pool
 from reactor.job import Handler, Job
 from reactor.log import Log
@@ -13,22 +15,31 @@ from reactor.sources import open_missed_changes_alert, reconcile, source_ids
 async def reconcile_sources(job: Job, *, pool: Pool, log: Log) -> dict[str, Any]:
     """Compare sources with their memories and enqueue what is owed.
 
-    Payload: {} for every source, or {"source": int, "expected": bool}. A backfill and a truncated partition are expected
-    to show rows; any other look that finds some raises an alert, since a trigger should have been first.
+    Payload: {} for every source, or {"source": int, "expected": bool}. A backfill and a truncated partition are
+    expected to show rows; any other look that finds some raises an alert, since a trigger should have been first.
 
     Raises:
         Unavailable: Postgres is out of reach.
+        asyncpg.PostgresError: After all the others: a source cannot be compared (a column is gone, rows are hidden).
     """
     only = job.payload.get("source")
     total = {"enqueued": 0, "orphans": 0, "truncated": 0, "triggers_placed": 0}
+    failures: list[asyncpg.PostgresError] = []
     for source in await source_ids(pool):
         if only is not None and source != only:
             continue
-        found = await reconcile(pool, source)
+        try:
+            found = await reconcile(pool, source)
+        except asyncpg.PostgresError as exc:
+            log.error("reconcile_failed", source=source, error_code=exc.sqlstate)
+            failures.append(exc)
+            continue
         for name, count in found.items():
             total[name] += count
         if not job.payload.get("expected"):
             await open_missed_changes_alert(pool, source, found, log=log)
+    if failures:
+        raise failures[0]
     return total
 
 

@@ -392,15 +392,11 @@ def status(as_json: Json = False) -> None:
 
 
 def _number(value: Any) -> str:
-    return (
-        f"{value:.1f}"
-        if isinstance(value, float)
-        else "-"
-        if value is None
-        else json.dumps(value)
-        if isinstance(value, dict)
-        else str(value)
-    )
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def main() -> None:

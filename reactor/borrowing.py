@@ -1,19 +1,20 @@
-"""Lends a connection of a pool for one short use, for which nobody ever waits longer than it was lent for."""
+"""Lends a connection of a pool for one short use, for which nobody waits longer than it was lent for."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
-import asyncpg
 
 from reactor.db import Connection, Pool, reaching
+
+_CANCEL_S = 1.0
 
 
 @asynccontextmanager
 async def borrowed(pool: Pool, timeout_s: float) -> AsyncIterator[Connection]:
-    """A connection for at most `timeout_s` seconds; one that has not answered by then is dropped, not waited for.
+    """A connection for at most `timeout_s` seconds; what has not answered by then is canceled in Postgres, too.
 
     Raises:
         Unavailable: Postgres is out of reach, no connection came free, or it took too long.
@@ -22,10 +23,7 @@ async def borrowed(pool: Pool, timeout_s: float) -> AsyncIterator[Connection]:
         conn = await pool.acquire(timeout=timeout_s)
         try:
             yield conn
-        except BaseException as exc:
-            if not isinstance(exc, asyncpg.PostgresError):  # those are answers
-                conn.terminate()
-            raise
         finally:
-            with anyio.CancelScope(shield=True):  # bounded: by the timeout it was acquired with
-                await pool.release(conn)
+            # A connection that cannot be given back in time is dropped by the pool; that is no failure of what it did.
+            with anyio.CancelScope(shield=True), suppress(Exception):
+                await pool.release(conn, timeout=_CANCEL_S)

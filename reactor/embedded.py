@@ -289,8 +289,9 @@ def _write_password(file: Path, password: str) -> str:
     return password
 
 
-def _prepare_for_system_user(data: Path, programs: Path) -> str:
-    """Let the system user reach its data and programs, and say what that opened."""
+def _prepare_for_system_user(data: Path, programs: Path) -> str | None:
+    """Let the system user reach its data and programs, and say what that opened; None where all stood as it is."""
+    is_first = not data.exists()
     user = f"the system user {_SYSTEM_USER!r}"
     try:
         pwd.getpwnam(_SYSTEM_USER)
@@ -312,6 +313,8 @@ def _prepare_for_system_user(data: Path, programs: Path) -> str:
         inside = [path for path in (tree, *tree.rglob("*")) if path.exists()]
         changed = [path for path in inside if _open(path, 0o055 if path.stat().st_mode & stat.S_IXUSR else 0o044)]
         opened += [f"{tree} ({len(changed)} files made readable)"] if changed else []
+    if not opened and not is_first:
+        return None
     what = ", ".join(opened) or "nothing"
     return f"running as root: Postgres runs as {user}, its data is in {data}; opened to every user: {what}"
 

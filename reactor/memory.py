@@ -308,8 +308,9 @@ class Memory:
         hits = tuple(_hit(row) for row in rows if row["memory_id"] is not None)
         if question.query is not None and vector is None:
             return hits, "lexical"
-        # An answer older than what was heard meanwhile is not kept; nor one of a tenant whose news we may have missed.
-        if version >= known.version and self._known(question.tenant_id) is known:
+        # An answer older than what was heard meanwhile is not kept. Where news may have been missed (the tenant was
+        # forgotten since), what is known now is another object, and still knows of no version.
+        if version >= known.version:
             known.version = version
             await self._cache.set(self._key(question, version), hits)
         return hits, None
@@ -513,7 +514,15 @@ def _hit(row: asyncpg.Record) -> Hit:
 def _own(hits: Sequence[Hit]) -> list[Hit]:
     """Copies that a caller may change."""
     return [
-        Hit(h.memory_id, h.kind, h.source_id, h.content, h.score, h.occurred_at, _own_json(h.metadata) if h.metadata else {})
+        Hit(
+            h.memory_id,
+            h.kind,
+            h.source_id,
+            h.content,
+            h.score,
+            h.occurred_at,
+            _own_json(h.metadata) if h.metadata else {},
+        )
         for h in hits
     ]
 

@@ -80,7 +80,7 @@ async def count_rows(pool: Pool, source: int) -> int:
 async def open_missed_changes_alert(pool: Pool, source: int, found: dict[str, int], *, log: Log) -> None:
     """An alert while rows are found that a trigger should have brought; resolved by the first look that finds none."""
     missed = found["enqueued"] + found["orphans"]
-    if missed or found["triggers_placed"]:
+    if missed:  # a new partition alone is routine
         [[is_new]] = await _fetch(
             pool, "select reactor.open_alert('missed_changes', 'source ' || $1::text, $2)", str(source), found
         )

@@ -219,8 +219,8 @@ as $$
 $$;
 
 -- Compiles a source's mapping into its functions, and gives them to whom they belong: the trigger to the definer, the
--- reading of rows to the worker.
-create or replace function reactor.compile_source(p_source int) returns void
+-- reading of rows to the worker. They name no column beyond the mapped ones and p_condition_columns, those of "when".
+create or replace function reactor.compile_source(p_source int, p_condition_columns text[]) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -330,7 +330,7 @@ begin
     select string_agg(case a.attgenerated when 'v' then format('(%s) as %I', pg_get_expr(d.adbin, d.adrelid), a.attname)
             else quote_ident(a.attname) end, ', ') into v_rows
     from pg_attribute a left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
-    where a.attrelid = s.relation and a.attnum > 0 and not a.attisdropped;
+    where a.attrelid = s.relation and a.attnum > 0 and (quote_ident(a.attname) = any (v_mapped) or a.attname = any (p_condition_columns));
     -- Compared byte for byte: that needs no equality of the types (json has none), and sees what an equality would not.
     select string_agg('t.' || c, ', ') into v_changed from unnest(v_mapped) as c where c not in (v_id, v_tenant);
     v_named := format('select t.%s::text as id, t.%s::text as tenant, true as here, row(%s) as seen from (select * from (select %s from ',
@@ -409,8 +409,9 @@ $$;
 
 -- Lets the worker read the mapped columns (and those of "when"), through row level security of the table's own too.
 -- The policy stands even while the table has none, so that switching it on later hides nothing from us.
+-- Returns the columns that "when" reads.
 -- Errors: those of a condition that is none; 0A000 for one that holds a query; 42501 for one that calls what we may not.
-create or replace function reactor.grant_source(p_source int) returns void
+create or replace function reactor.grant_source(p_source int) returns text[]
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -483,6 +484,7 @@ begin
     call reactor.put_policy(s.relation, 'reactor_reads',
         format('for select to %I using (%I::text = (select nullif(current_setting(''reactor.tenant_id'', true), '''')))',
             reactor.worker_role(), s.tenant_column));
+    return v_columns;
 end
 $$;
 
@@ -496,7 +498,7 @@ declare
     v_before text[];
     v_relation regclass := (select relation from reactor.sources where id = p_source);
 begin
-    perform reactor.grant_source(p_source), reactor.compile_source(p_source);
+    perform reactor.compile_source(p_source, reactor.grant_source(p_source));
     perform reactor.place_triggers(p_source);
     begin
         v_before := reactor.enter_tenant('-');

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
+# Before numpy comes: as root the embedded server is run by fork, and OpenBLAS's fork handler waits for its own threads.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys

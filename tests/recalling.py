@@ -80,7 +80,12 @@ class Searches:
     async def waiting(self, count: int = 1) -> None:
         """Return once so many stand at the gate."""
         with anyio.fail_after(30):
-            while await self._conn.fetchval("select count(*) from pg_locks where locktype = 'advisory' and objid = 42 and not granted") < count:
+            while (
+                await self._conn.fetchval(
+                    "select count(*) from pg_locks where locktype = 'advisory' and objid = 42 and not granted"
+                )
+                < count
+            ):
                 await anyio.sleep(0.01)
 
 

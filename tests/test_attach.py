@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import asyncpg
 import pytest
 from conftest import connect
+from producing import owed, removed, role, settle_all, warnings_of
 
 from reactor import db
-from test_triggers import owed, removed, settle_all, warnings_of
 
 
 async def rows_of(conn, source, tenant, ids):
@@ -34,16 +32,6 @@ async def traces(conn, table):
         from (select to_regclass($1)::oid as t) x""",
         table,
     )
-
-
-@asynccontextmanager
-async def role(conn, name, attributes="login"):
-    """A role of this test's own, gone afterwards with all it has in this database."""
-    await conn.execute(f"create role {name} {attributes}")
-    try:
-        yield name
-    finally:
-        await conn.execute(f"reset role; drop owned by {name} cascade; drop role {name}")
 
 
 # --- mapping
@@ -217,7 +205,7 @@ async def test_attaching_again_changes_the_mapping_and_owes_the_rows_that_read_o
 
 # What attach is given, the SQLSTATE it answers with and what it says.
 MISTAKES = [
-    ("'x', '{nope}'", "42703", 'no column nope'),
+    ("'x', '{nope}'", "42703", "no column nope"),
     ("'x', '{body,null}'", "42703", "no column null"),
     ("'x', '{}'", "22023", "text_columns"),
     ("'x', null", "22023", "text_columns"),
@@ -494,6 +482,30 @@ async def test_a_mapped_column_renamed_or_dropped_costs_producers_a_warning_and_
     assert [message.message.partition(" was")[0] for message in heard][:1] == ["reactor: a change of public.docs"]
     assert migrated is True
     assert ("acme", "1") in await owed(conn)
+
+
+@pytest.mark.parametrize("virtual", ["", ", loud text generated always as (upper(body)) virtual"])
+async def test_unmapped_columns_may_come_and_go(conn, virtual):
+    if virtual and await conn.fetchval("select current_setting('server_version_num')::int < 180000"):
+        virtual = virtual.replace("virtual", "stored")
+    await conn.execute(
+        f"create table docs (id int, tenant_id text, body text, a int, b int, state int default 1 {virtual})"
+    )
+    source = await conn.fetchval(
+        "select reactor.attach('docs', 'x', $1, time_column => null, \"when\" => 'state = 1')",
+        ["body", "loud"] if virtual else ["body"],
+    )
+
+    await conn.execute(
+        "alter table docs drop column a, add column c int default 7; alter table docs rename column b to d"
+    )
+    async with warnings_of(conn) as heard:
+        await conn.execute("insert into docs (id, tenant_id, body) values (1, 'acme', 'x'); update docs set body = 'y'")
+        await conn.execute("update docs set c = 8; delete from docs where id = 2")
+
+    assert heard == []
+    assert await owed(conn) == [("acme", "1")] * 2
+    assert list(await rows_of(conn, source, "acme", ["1"])) == ["1"]
 
 
 async def test_a_dropped_table_leaves_reconcile_migrate_status_and_detach_working(conn, dsn):

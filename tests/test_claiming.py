@@ -10,7 +10,9 @@ import anyio
 import asyncpg
 import pytest
 from conftest import connect
-from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from reactor.job import Dead, Done, Failed, Snooze
 from reactor.jobs import Jobs, complete_jobs, hold_claims
@@ -108,7 +110,9 @@ class TestTwins:
         assert (second.id, second.payload, second.version) == (edit, {"n": 2}, edit)
 
     @pytest.mark.parametrize("ending", [Failed("x", "y"), Snooze(3600)])
-    async def test_an_edit_during_a_run_that_will_be_tried_again_runs_now_and_absorbs_the_other_attempt(self, conn, jobs, ending):
+    async def test_an_edit_during_a_run_that_will_be_tried_again_runs_now_and_absorbs_the_other_attempt(
+        self, conn, jobs, ending
+    ):
         first_id = await enqueue(conn, 1)
         [first] = await jobs.claim({"work": 10})
         edit = await enqueue(conn, 2)
@@ -139,14 +143,15 @@ class TestTwins:
 
         assert sorted((job.id, job.version) for job in claimed) == [(i, i) for i in ids]
 
-    @pytest.mark.parametrize("other", [{"tenant": "other"}, {"key": "post:2"}, {"type_": "elsewhere"}])
-    async def test_the_same_key_of_another_tenant_or_type_is_no_twin(self, conn, jobs, other):
+    async def test_the_same_key_of_another_tenant_or_type_is_no_twin(self, conn, jobs):
         await enqueue(conn, 1)
-        await enqueue(conn, 2, **other)
+        await enqueue(conn, 2, tenant="other")
+        await enqueue(conn, 3, key="post:2")
+        await enqueue(conn, 4, type_="elsewhere")
 
         claimed = await jobs.claim({"work": 10, "elsewhere": 10})
 
-        assert sorted(job.payload["n"] for job in claimed) == [1, 2]
+        assert sorted(job.payload["n"] for job in claimed) == [1, 2, 3, 4]
 
     async def test_an_edit_whose_transaction_is_still_open_at_the_claim_runs_after_it(self, conn, jobs, dsn):
         await enqueue(conn, 1)
@@ -168,16 +173,27 @@ class TestTwins:
 
     @given(
         jobs_of=st.lists(
-            st.tuples(st.sampled_from("ab"), st.sampled_from(["k", "l", None]), st.booleans(), st.booleans()), min_size=1, max_size=12
+            st.tuples(st.sampled_from("ab"), st.sampled_from(["k", "l", None]), st.booleans(), st.booleans()),
+            min_size=1,
+            max_size=12,
         )
     )
     @hypothesis_settings(
-        max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+        max_examples=25,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     async def test_whatever_waits_every_key_runs_once_and_everything_ends(self, conn, jobs, jobs_of):
         await conn.execute("truncate reactor.jobs")
         for n, (tenant, key, is_due, has_failed) in enumerate(jobs_of):
-            await enqueue(conn, n, tenant=tenant, key=key, after="-1 s" if is_due else "1 hour", status="failed" if has_failed else "pending")
+            await enqueue(
+                conn,
+                n,
+                tenant=tenant,
+                key=key,
+                after="-1 s" if is_due else "1 hour",
+                status="failed" if has_failed else "pending",
+            )
 
         claimed = await jobs.claim({"work": 100})
 
@@ -185,10 +201,14 @@ class TestTwins:
         due = {(t, k) for t, k, is_due, _ in jobs_of if is_due and k}
         assert set(keyed) == due
         assert set(keyed.values()) <= {1}
-        assert sum(job.dedupe_key is None for job in claimed) == sum(k is None and is_due for _, k, is_due, _ in jobs_of)
+        assert sum(job.dedupe_key is None for job in claimed) == sum(
+            k is None and is_due for _, k, is_due, _ in jobs_of
+        )
         for job in claimed:
             if job.dedupe_key:
-                assert job.payload["n"] == max(n for n, (t, k, _, _) in enumerate(jobs_of) if (t, k) == (job.tenant_id, job.dedupe_key))
+                assert job.payload["n"] == max(
+                    n for n, (t, k, _, _) in enumerate(jobs_of) if (t, k) == (job.tenant_id, job.dedupe_key)
+                )
         await jobs.settle([(job, Done()) for job in claimed])
         waiting = await conn.fetch("select tenant_id, dedupe_key from reactor.jobs where status <> 'done'")
         assert len(waiting) == sum(not is_due and (k is None or (t, k) not in due) for t, k, is_due, _ in jobs_of)
@@ -308,7 +328,9 @@ class TestTimers:
 
 class TestLeases:
     async def claim_at(self, conn, at, limit=10):
-        return await conn.fetch("select * from reactor.claim_jobs('{work}', $1, 'other', '30 s', null, $2)", [limit], at)
+        return await conn.fetch(
+            "select * from reactor.claim_jobs('{work}', $1, 'other', '30 s', null, $2)", [limit], at
+        )
 
     async def test_a_job_whose_worker_went_silent_is_claimed_again_with_another_token(self, conn, jobs):
         job_id = await enqueue(conn)
@@ -344,7 +366,12 @@ class TestLeases:
 
         after = await row(conn, late.id)
         assert (settled, extended, held) == ({}, set(), [])
-        assert (after["status"], after["claim_token"], after["result"], after["notes"]) == ("running", current["claim_token"], None, {})
+        assert (after["status"], after["claim_token"], after["result"], after["notes"]) == (
+            "running",
+            current["claim_token"],
+            None,
+            {},
+        )
 
     async def test_a_lease_that_ends_on_the_last_attempt_is_a_dead_job_and_an_alert(self, conn, jobs):
         job_id = await enqueue(conn, attempts=4)
@@ -353,7 +380,9 @@ class TestLeases:
         await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
 
         assert (await row(conn, job_id))["status"] == "dead"
-        assert await conn.fetchval("select subject from reactor.alerts where resolved_at is null") == "work lease_expired"
+        assert (
+            await conn.fetchval("select subject from reactor.alerts where resolved_at is null") == "work lease_expired"
+        )
 
     async def test_a_settled_job_leaves_no_lease_behind(self, conn, jobs):
         await enqueue(conn)
@@ -383,14 +412,19 @@ class TestEnqueueing:
 
         assert (await row(conn, job_id))["lane"] == "publish"
 
-    @pytest.mark.parametrize(
-        "arguments", ["'', '{}', 'acme'", "'x', '[]', 'acme'", "'x', '{}', null", "'x', '{}', repeat('x', 201)", "'x', '{}', 'a', repeat('k', 501)"]
-    )
-    async def test_a_wrong_argument_is_one_clear_line(self, conn, arguments):
-        with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^a job") as caught:
-            await conn.fetchval(f"select reactor.enqueue({arguments})")
+    async def test_a_wrong_argument_is_one_clear_line(self, conn):
+        wrong = [
+            "'', '{}', 'acme'",
+            "'x', '[]', 'acme'",
+            "'x', '{}', null",
+            "'x', '{}', repeat('x', 201)",
+            "'x', '{}', 'a', repeat('k', 501)",
+        ]
+        for arguments in wrong:
+            with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^a job") as caught:
+                await conn.fetchval(f"select reactor.enqueue({arguments})")
 
-        assert "\n" not in str(caught.value)
+            assert "\n" not in str(caught.value)
 
     async def test_it_rings_with_an_empty_payload(self, conn, dsn):
         heard = []

@@ -49,7 +49,9 @@ async def result_of(conn, job_id):
 
 
 class TestRunning:
-    async def test_the_real_command_runs_what_sql_enqueues_single_and_batched_with_relative_imports(self, conn, dsn, folder):
+    async def test_the_real_command_runs_what_sql_enqueues_single_and_batched_with_relative_imports(
+        self, conn, dsn, folder
+    ):
         write(folder, publish=PUBLISH, _words="def shout(text): return text.upper()")
         with reactor_process(dsn, REACTOR_HANDLERS=str(folder)) as process:
             single = await conn.fetchval("select reactor.enqueue('publish', $1, 'acme')", {"post": "olá"})
@@ -57,7 +59,9 @@ class TestRunning:
                 together = [await conn.fetchval("select reactor.enqueue('index', '{}', 'acme')") for _ in range(3)]
             result = await result_of(conn, single)
             await drained(conn)
-            notes = [r["notes"] for r in await conn.fetch("select notes from reactor.jobs where id = any ($1)", together)]
+            notes = [
+                r["notes"] for r in await conn.fetch("select notes from reactor.jobs where id = any ($1)", together)
+            ]
             process.terminate()
             said = process.communicate(timeout=30)[0]
 
@@ -88,7 +92,9 @@ HANDLERS = {"call": call}
             import sys
 
             session_of = sys.modules["reactor_own_handlers.call"].SESSIONS
-            result = await result_of(conn, await conn.fetchval("select reactor.enqueue('call', $1, 'acme')", {"url": url}))
+            result = await result_of(
+                conn, await conn.fetchval("select reactor.enqueue('call', $1, 'acme')", {"url": url})
+            )
         await runner.cleanup()
 
         assert result == {"answer": "hello"}
@@ -106,7 +112,9 @@ HANDLERS = {"count": count}
 """,
         )
         async with running_reactor(make_settings(database_url=dsn, handlers=folder)):
-            await conn.execute("insert into posts (tenant_id, body) values ('acme', 'um'), ('acme', 'dois'), ('other', 'três')")
+            await conn.execute(
+                "insert into posts (tenant_id, body) values ('acme', 'um'), ('acme', 'dois'), ('other', 'três')"
+            )
             await drained(conn)
             result = await result_of(conn, await conn.fetchval("select reactor.enqueue('count', '{}', 'acme')"))
 
@@ -125,11 +133,20 @@ async def _hello(_request):
 OK = "async def f(job): ...\nHANDLERS = {'mine': f}\n"
 WRONG = {
     "an unknown keyword": ({"a": "async def f(job, *, tokenz): ...\nHANDLERS = {'mine': f}"}, "'mine' asks for tokenz"),
-    "tokens, which come with a later release": ({"a": "async def f(job, *, tokens): ...\nHANDLERS = {'mine': f}"}, "asks for tokens"),
+    "tokens, which come with a later release": (
+        {"a": "async def f(job, *, tokens): ...\nHANDLERS = {'mine': f}"},
+        "asks for tokens",
+    ),
     "a handler without a job": ({"a": "async def f(): ...\nHANDLERS = {'mine': f}"}, "takes no job"),
     "two modules with one type": ({"a": OK, "b": OK}, "'mine' has a handler in"),
-    "a type of the built-in ones": ({"a": "async def f(job): ...\nHANDLERS = {'sync_row': f}"}, "'sync_row' has a handler in"),
-    "a module that raises": ({"a": "raise RuntimeError('first line\\nsecond line')"}, "does not import: RuntimeError: first line"),
+    "a type of the built-in ones": (
+        {"a": "async def f(job): ...\nHANDLERS = {'sync_row': f}"},
+        "'sync_row' has a handler in",
+    ),
+    "a module that raises": (
+        {"a": "raise RuntimeError('first line\\nsecond line')"},
+        "does not import: RuntimeError: first line",
+    ),
     "a module that exits": ({"a": "raise SystemExit(0)"}, "does not import: SystemExit: 0"),
     "a module with a typing error": ({"a": "def f(:"}, "does not import: SyntaxError"),
     "a missing module": ({"a": "import nowhere_to_be_found"}, "No module named 'nowhere_to_be_found'"),
@@ -137,8 +154,14 @@ WRONG = {
     "HANDLERS that is a list": ({"a": "HANDLERS = []"}, "HANDLERS = {type: handler} is missing"),
     "a function that is not async": ({"a": "def f(job): ...\nHANDLERS = {'mine': f}"}, "is not an async function"),
     "a type that is not text": ({"a": "async def f(job): ...\nHANDLERS = {7: f}"}, "HANDLERS[7] is not"),
-    "a batch of zero": ({"a": "from reactor import Handler\nasync def f(jobs): ...\nHANDLERS = {'mine': Handler(f, batch=0)}"}, "above zero"),
-    "a batch that is text": ({"a": "from reactor import Handler\nasync def f(jobs): ...\nHANDLERS = {'mine': Handler(f, batch='9')}"}, "above zero"),
+    "a batch of zero": (
+        {"a": "from reactor import Handler\nasync def f(jobs): ...\nHANDLERS = {'mine': Handler(f, batch=0)}"},
+        "above zero",
+    ),
+    "a batch that is text": (
+        {"a": "from reactor import Handler\nasync def f(jobs): ...\nHANDLERS = {'mine': Handler(f, batch='9')}"},
+        "above zero",
+    ),
 }
 
 
@@ -154,7 +177,9 @@ class TestWrongFolders:
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize("case", ["an unknown keyword", "two modules with one type", "a module that raises", "no HANDLERS"])
+    @pytest.mark.parametrize(
+        "case", ["an unknown keyword", "two modules with one type", "a module that raises", "no HANDLERS"]
+    )
     def test_the_real_command_says_so_and_exits_2(self, dsn, folder, case):
         modules, says = WRONG[case]
         write(folder, **modules)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import signal
 
-import anyio
-import asyncpg
 from conftest import connect, drained, eventually
-from test_worker import Output, reactor_of
+from test_worker import reactor_of, wire_to
 from voyage_stub import rate_limited, status, vector_of, voyage_stub
 
 FIELDS = {
@@ -64,7 +62,9 @@ async def everything_ours_says(conn):
     """Every queue row, alert, rejected and migration row as text."""
     text = ""
     for table in ("jobs", "alerts", "rejected", "tombstones", "sources", "tenants"):
-        text += json.dumps([r[0] for r in await conn.fetch(f"select to_jsonb(t) from reactor.{table} t")], ensure_ascii=False)
+        text += json.dumps(
+            [r[0] for r in await conn.fetch(f"select to_jsonb(t) from reactor.{table} t")], ensure_ascii=False
+        )
     return text
 
 
@@ -77,7 +77,7 @@ async def test_a_full_run_tells_every_event_and_no_canary(conn, dsn, tmp_path):
     await conn.execute("create table strict (word text check (length(word) < 3))")
 
     async with voyage_stub() as stub:
-        stub.key = "pa-canário-segredo-2c4d".encode("ascii", "ignore").decode()
+        stub.key = "pa-canary-of-the-key-2c4d"
         stub.refuse(CANARIES["refused"])
         stub.fail_next(status(500, CANARIES["text"]), rate_limited("0", detail=CANARIES["text"]))
         async with reactor_of(dsn, stub, REACTOR_HANDLERS=str(tmp_path)) as output:
@@ -86,20 +86,35 @@ async def test_a_full_run_tells_every_event_and_no_canary(conn, dsn, tmp_path):
                 "insert into posts (tenant_id, title, body, metadata, slides) values ('acme', $1, $2, $3, $4)",
                 CANARIES["title"], CANARIES["text"], {CANARIES["metadata key"]: CANARIES["metadata"]}, [{"text": CANARIES["slide"]}],
             )  # fmt: skip
-            await eventually(lambda: conn.fetchval("select bool_and(status = 'done') from reactor.jobs where type = 'sync_row'"))
+            await eventually(
+                lambda: conn.fetchval("select bool_and(status = 'done') from reactor.jobs where type = 'sync_row'")
+            )
             async with conn.transaction():
-                await conn.execute("insert into posts (tenant_id, body) values ('acme', $1), ('acme', 'inocente')", CANARIES["refused"])
+                await conn.execute(
+                    "insert into posts (tenant_id, body) values ('acme', $1), ('acme', 'inocente')", CANARIES["refused"]
+                )
             await conn.execute("insert into posts (tenant_id, body) select repeat($1, 20), 'x'", CANARIES["text"])
             await conn.execute("insert into chat_messages (tenant_id, content) values ('acme', $1)", CANARIES["chat"])
             await conn.execute("insert into posts (tenant_id, body) values ('acme', 'depois')")
             await _note(conn, CANARIES["note"])
-            for type_ in ("breaks", "breaks_in_postgres", "breaks_in_a_cast", "breaks_with_a_cause", "breaks_with_a_cause", "groups"):
-                await conn.execute("select reactor.enqueue($1, '{}', 'acme', max_attempts => $2)", type_, 1 if type_ == "breaks" else 5)
+            for type_ in (
+                "breaks",
+                "breaks_in_postgres",
+                "breaks_in_a_cast",
+                "breaks_with_a_cause",
+                "breaks_with_a_cause",
+                "groups",
+            ):
+                await conn.execute(
+                    "select reactor.enqueue($1, '{}', 'acme', max_attempts => $2)", type_, 1 if type_ == "breaks" else 5
+                )
             await drained(conn)
             await conn.execute("update posts set body = $1 where body = 'depois'", CANARIES["edit"])
             await conn.execute("delete from posts where body = 'inocente'")
             await drained(conn)
-            await conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'memory-reactor listener' and datname = current_database()")
+            await conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'memory-reactor listener' and datname = current_database()"
+            )
             await output.saw("listener_ready", 2)
             output.process.send_signal(signal.SIGTERM)
             assert await output.exited() == 0
@@ -113,7 +128,7 @@ async def test_a_full_run_tells_every_event_and_no_canary(conn, dsn, tmp_path):
         named = [entry for entry in entries if entry["event"] == event]
         assert named, f"{event} was not logged"
         assert all(entry.keys() >= fields for entry in named), event
-    for what, canary in [*CANARIES.items(), ("key", stub.key), ("vector", f"{float(vector[0]):.4f}"), ("slice", "canário")]:
+    for what, canary in [*CANARIES.items(), ("key", stub.key), ("vector", f"{float(vector[0]):.4f}")]:
         assert canary not in said, what
         assert json.dumps(canary)[1:-1] not in said, what
         assert canary not in rows, what
@@ -124,7 +139,6 @@ async def test_a_full_run_tells_every_event_and_no_canary(conn, dsn, tmp_path):
     assert {r[0] for r in await conn.fetch("select last_error from reactor.jobs where type like 'break%' or type = 'groups'")} >= {
         "ValueError: at mine.py:5", "CheckViolationError: 23514 at mine.py:8",
     }  # fmt: skip
-    await conn.execute("select 1")
 
 
 async def _note(conn, text):
@@ -134,9 +148,14 @@ async def _note(conn, text):
 
 
 async def test_nothing_is_left_unawaited_in_asyncios_debug_mode(conn, dsn):
-    async with voyage_stub() as stub, reactor_of(dsn, stub, PYTHONASYNCIODEBUG="1", PYTHONWARNINGS="default", PYTHONDEVMODE="1") as output:
+    async with (
+        voyage_stub() as stub,
+        reactor_of(dsn, stub, PYTHONASYNCIODEBUG="1", PYTHONWARNINGS="default", PYTHONDEVMODE="1") as output,
+    ):
         await output.saw("listener_ready")
-        await conn.execute("insert into posts (tenant_id, body) select 'acme', 'post ' || n from generate_series(1, 50) n")
+        await conn.execute(
+            "insert into posts (tenant_id, body) select 'acme', 'post ' || n from generate_series(1, 50) n"
+        )
         await drained(conn)
         output.process.send_signal(signal.SIGTERM)
         assert await output.exited() == 0
@@ -146,8 +165,6 @@ async def test_nothing_is_left_unawaited_in_asyncios_debug_mode(conn, dsn):
 
 
 async def test_a_lost_listener_that_cannot_come_back_is_said_once_an_outage(dsn):
-    from test_worker import wire_to
-
     async with voyage_stub() as stub, wire_to(dsn) as wire, reactor_of(wire.dsn, stub, REACTOR_POLL_S="0.2") as output:
         await output.saw("listener_ready")
         await wire.close()
@@ -156,7 +173,6 @@ async def test_a_lost_listener_that_cannot_come_back_is_said_once_an_outage(dsn)
         await output.saw("listener_ready", 2)
 
     assert len(output.named("listener_lost")) == 1
-    assert isinstance(output, Output)
 
 
 async def test_the_dsns_password_is_in_no_log(server):
@@ -164,5 +180,3 @@ async def test_the_dsns_password_is_in_no_log(server):
         await output.saw("postgres_awaited")
 
     assert "senha" not in output.text
-    assert asyncpg is not None
-    assert anyio is not None

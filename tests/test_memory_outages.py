@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import anyio
-import asyncpg
 import psutil
 import pytest
 from conftest import eventually, make_settings
@@ -23,6 +22,7 @@ from voyage_stub import cut, html, late, rate_limited, status, vector_of, voyage
 from reactor import Memory, Unavailable, db
 
 OPEN: list[str] = []  # readers inside readers
+AT_THE_GATE = "select pid from pg_locks where locktype = 'advisory' and objid = 42 and not granted"
 UNREACHABLE = "postgresql://nobody@127.0.0.1:1/nowhere"
 
 
@@ -34,7 +34,11 @@ async def opened(dsn, **settings):
         yield memory
     OPEN.remove(dsn)
     await anyio.sleep(0)
-    left = [repr(task) for task in asyncio.all_tasks() if any(part in repr(task) for part in ("/reactor/", "reactor.memory", "asyncpg"))]
+    left = [
+        repr(task)
+        for task in asyncio.all_tasks()
+        if any(part in repr(task) for part in ("/reactor/", "reactor.memory", "asyncpg"))
+    ]
     assert OPEN or left == []
 
 
@@ -43,7 +47,11 @@ async def proxied(dsn, conn):
     """A proxy before this test's database, where acme has remembered a cake."""
     await store(conn, "acme", "1", "bolo de cenoura")
     async with proxy(dsn) as front:
-        front.database = dsn.rpartition("/")[0].rpartition("/")[2] if "?host=/" not in dsn else dsn.partition("?")[0].rpartition("/")[2]
+        front.database = (
+            dsn.rpartition("/")[0].rpartition("/")[2]
+            if "?host=/" not in dsn
+            else dsn.partition("?")[0].rpartition("/")[2]
+        )
         front.address_of_database = front.dsn(front.database)
         yield front
 
@@ -63,11 +71,19 @@ async def assert_away(memory, *, at_first=("postgres", "deadline")):
 
 
 async def says_postgres(memory):
-    return (await memory.search("acme", "bolo")).degraded == "postgres" and (await memory.recent("acme")).degraded == "postgres"
+    return (await memory.search("acme", "bolo")).degraded == "postgres" and (
+        await memory.recent("acme")
+    ).degraded == "postgres"
 
 
 @pytest.mark.parametrize(
-    "dsn", [UNREACHABLE, "postgresql://nobody@no-such-host.invalid/nowhere", "postgresql:///nowhere?host=/nowhere", "postgresql://u:p@[::1]:1/x?sslmode=require"]
+    "dsn",
+    [
+        UNREACHABLE,
+        "postgresql://nobody@no-such-host.invalid/nowhere",
+        "postgresql:///nowhere?host=/nowhere",
+        "postgresql://u:p@[::1]:1/x?sslmode=require",
+    ],
 )
 async def test_an_address_where_nobody_is_opens_answers_nothing_and_closes(dsn):
     async with opened(dsn) as memory:
@@ -79,7 +95,15 @@ async def test_an_address_where_nobody_is_opens_answers_nothing_and_closes(dsn):
 @pytest.mark.parametrize(
     "sqlstate",
     ["57P03", "57P01", "53300", "28P01", "28000", "3D000", "08P01"],
-    ids=["starting up", "shutting down", "too many connections", "wrong password", "not allowed", "no such database", "pooler without server"],
+    ids=[
+        "starting up",
+        "shutting down",
+        "too many connections",
+        "wrong password",
+        "not allowed",
+        "no such database",
+        "pooler without server",
+    ],
 )
 async def test_a_server_that_refuses_is_away_until_it_accepts(proxied, sqlstate):
     proxied.refuse_with = sqlstate
@@ -117,7 +141,9 @@ async def test_connections_that_fall_silent_are_given_up_and_made_anew(proxied):
         hits = await memory.search("acme", "cenoura")
         assert (list(hits), hits.degraded) == ([], "deadline")
         await eventually(lambda: says_away(memory, "cenoura"))
-        assert [hit.content for hit in await memory.search("acme", "bolo")] == ["bolo de cenoura"]  # known, and no worse for it
+        assert [hit.content for hit in await memory.search("acme", "bolo")] == [
+            "bolo de cenoura"
+        ]  # known, and no worse for it
         proxied.takes = True
 
         await eventually(lambda: finds(memory, "cenoura"))
@@ -141,7 +167,7 @@ async def test_a_connection_cut_in_mid_search_is_no_exception(dsn, conn):
         async with searches.held():
             asking = [asyncio.create_task(memory.search("acme", query)) for query in ("bolo", "outro")]
             await searches.waiting(2)
-            await conn.execute("select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and objid = 42 and not granted")
+            await conn.execute(f"select pg_terminate_backend(pid) from ({AT_THE_GATE}) g")
             answers = [await task for task in asking]
 
         assert [(list(hits), hits.degraded) for hits in answers] == [([], "postgres")] * 2
@@ -162,6 +188,9 @@ async def test_a_slow_search_keeps_nobody_else_waiting(dsn, conn):
             hits = await memory.search("acme", "bolo")
             assert (list(hits), hits.degraded) == ([], "deadline")
             await eventually(lambda: other_finds(memory))
+            await eventually(
+                lambda: conn.fetchval(f"select not exists ({AT_THE_GATE})")
+            )  # it does not go on for nobody
         await eventually(lambda: finds(memory))
 
 
@@ -171,23 +200,30 @@ async def other_finds(memory):
 
 async def test_a_pool_without_a_free_connection_is_not_waited_for(dsn, conn):
     await store(conn, "acme", "1", "bolo")
-    await store(conn, "other", "1", "bolo")
-    async with opened(dsn, pool_size=2, search_deadline_s=1.0) as memory, watched_searches(dsn) as searches:
-        async with searches.held():
-            holding = [asyncio.create_task(memory.search("acme", query)) for query in ("bolo", "outro")]
-            await searches.waiting(2)
-            hits = await memory.search("other", "bolo")
-            assert (list(hits), hits.degraded in ("postgres", "deadline")) == ([], True)
-            assert {(await task).degraded for task in holding} <= {"postgres", "deadline"}
-        await eventually(lambda: other_finds(memory))
+    async with opened(dsn, pool_size=2) as memory:
         await eventually(lambda: finds(memory))
-        assert await conn.fetchval("select count(*) <= 3 from pg_stat_activity where application_name = 'memory-reactor reader' and datname = current_database()")
+        async with conn.transaction():
+            await conn.execute("lock table reactor.notes")
+            writing = [asyncio.create_task(memory.remember("acme", "nota")) for _ in range(2)]
+            await eventually(
+                lambda: conn.fetchval(
+                    "select count(*) = 2 from pg_locks where relation = 'reactor.notes'::regclass and not granted"
+                )
+            )
+            hits = await memory.search("acme", "cenoura")
+            assert (list(hits), hits.degraded) == ([], "deadline")
+            await eventually(lambda: says_away(memory, "cenoura"))
+
+        assert len([await note for note in writing]) == 2
+        await eventually(lambda: finds(memory, "bolo de novo"))
 
 
 async def test_a_statement_timeout_of_the_role_s_is_a_deadline_and_no_outage(dsn, conn):
     await store(conn, "acme", "1", "bolo")
     await store(conn, "other", "1", "bolo")
-    await conn.execute("do $$ begin execute format('alter database %I set statement_timeout = ''50ms''', current_database()); end $$")
+    await conn.execute(
+        "do $$ begin execute format('alter database %I set statement_timeout = ''50ms''', current_database()); end $$"
+    )
     async with opened(dsn, search_deadline_s=10) as memory, watched_searches(dsn) as searches:
         async with searches.held():
             hits = await memory.search("acme", "bolo")
@@ -224,7 +260,13 @@ class Cluster:
         self._user = "pgserver" if os.geteuid() == 0 else None
 
     def run(self, program: str, *arguments: str) -> None:
-        subprocess.run([self.programs / program, *arguments], user=self._user, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        subprocess.run(
+            [self.programs / program, *arguments],
+            user=self._user,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )
 
     def start(self) -> None:
         options = f"-c listen_addresses='' -c unix_socket_directories={self.data} -c fsync=off"
@@ -253,7 +295,9 @@ def cluster(server):
     cluster = Cluster(server.programs, folder)
     if os.geteuid() == 0:
         shutil.chown(folder, "pgserver")
-    cluster.run("initdb", "-D", str(cluster.data), "-U", "postgres", "--no-locale", "-E", "UTF8", "--no-sync", "-A", "trust")
+    cluster.run(
+        "initdb", "-D", str(cluster.data), "-U", "postgres", "--no-locale", "-E", "UTF8", "--no-sync", "-A", "trust"
+    )
     cluster.start()
     anyio.run(lambda: db.migrate(cluster.dsn, with_tables=True))
     yield cluster
@@ -343,7 +387,10 @@ FAULTS = {
 async def test_without_the_provider_a_question_is_answered_by_its_words_and_the_next_one_in_full(dsn, conn, fault):
     await store(conn, "acme", "words", "bolo de cenoura", vectors=[vector_of("nada disso")], model="voyage-4")
     await store(conn, "acme", "meaning", "pão de queijo", vectors=[vector_of("bolo")], model="voyage-4")
-    async with voyage_stub() as stub, opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url, search_deadline_s=20) as memory:
+    async with (
+        voyage_stub() as stub,
+        opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url, search_deadline_s=20) as memory,
+    ):
         await memory.warm()
         stub.always(fault)
         for _ in range(2):
@@ -363,7 +410,10 @@ async def finds_in_full(memory):
 async def test_a_slow_provider_is_not_waited_for_and_what_it_says_late_serves_the_next_question(dsn, conn):
     await store(conn, "acme", "words", "bolo de cenoura", vectors=[vector_of("nada disso")], model="voyage-4")
     await store(conn, "acme", "meaning", "pão de queijo", vectors=[vector_of("bolo")], model="voyage-4")
-    async with voyage_stub() as stub, opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url, search_deadline_s=2) as memory:
+    async with (
+        voyage_stub() as stub,
+        opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url, search_deadline_s=2) as memory,
+    ):
         await memory.warm()
         await memory.recent("acme")  # connected
         answer = anyio.Event()
@@ -394,7 +444,9 @@ async def pooler(server, dsn):
     )
     program = shutil.which("pgbouncer")
     process = subprocess.Popen(
-        [program, "-q", str(folder / "pgbouncer.ini")], user="pgserver" if os.geteuid() == 0 else None, stderr=subprocess.DEVNULL
+        [program, "-q", str(folder / "pgbouncer.ini")],
+        user="pgserver" if os.geteuid() == 0 else None,
+        stderr=subprocess.DEVNULL,
     )
     try:
         await eventually(lambda: anyio.Path(folder / ".s.PGSQL.6432").exists())

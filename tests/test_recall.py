@@ -13,9 +13,10 @@ import asyncpg
 import pytest
 from aiocache import SimpleMemoryCache
 from conftest import drained, eventually, make_settings, running_reactor
-from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
-from pydantic import SecretStr
-from recalling import connected, store, watched_searches
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from recalling import store, watched_searches
 from voyage_stub import vector_of, voyage_stub
 
 from reactor import Hit, Memory
@@ -44,7 +45,8 @@ async def listening(dsn, readers=1):
     try:
         await eventually(
             lambda: conn.fetchval(
-                "select count(*) >= $1 from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'", readers
+                "select count(*) >= $1 from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'",
+                readers,
             )
         )
         await anyio.sleep(0)
@@ -112,7 +114,15 @@ async def test_an_address_that_is_none_is_said_at_open(dsn):
 
 async def test_the_filters_are_exact_and_every_one_has_answers_of_its_own(memory, conn):
     for n, kind in enumerate(["post", "chat", "note"]):
-        await store(conn, "acme", str(n), "bolo", kind=kind, occurred_at=NOON + timedelta(days=n), metadata={"n": n, "tags": ["a", kind]})
+        await store(
+            conn,
+            "acme",
+            str(n),
+            "bolo",
+            kind=kind,
+            occurred_at=NOON + timedelta(days=n),
+            metadata={"n": n, "tags": ["a", kind]},
+        )
     local = (NOON + timedelta(days=1)).astimezone().replace(tzinfo=None)
 
     for _ in range(2):  # asked, then cached
@@ -126,7 +136,9 @@ async def test_the_filters_are_exact_and_every_one_has_answers_of_its_own(memory
         ]:  # fmt: skip
             hits = await memory.search("acme", "bolo", **arguments)
             assert ({hit.source_id for hit in hits}, hits.degraded) == (found, None), arguments
-        assert [hit.source_id for hit in await memory.recent("acme", kinds=["post", "chat"], metadata={"tags": ["a"]})] == ["1", "0"]
+        assert [
+            hit.source_id for hit in await memory.recent("acme", kinds=["post", "chat"], metadata={"tags": ["a"]})
+        ] == ["1", "0"]
 
 
 async def test_a_hit_says_what_it_is_and_recent_gives_the_whole_text(memory, conn):
@@ -146,14 +158,36 @@ async def test_a_hit_says_what_it_is_and_recent_gives_the_whole_text(memory, con
 async def test_a_bug_still_raises_in_every_caller(memory, conn):
     await conn.execute("drop function reactor.recall")
 
-    answers = await asyncio.gather(*(memory.search("acme", "bolo") for _ in range(3)), memory.recent("acme"), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(memory.search("acme", "bolo") for _ in range(3)), memory.recent("acme"), return_exceptions=True
+    )
 
     assert [type(answer) for answer in answers] == [asyncpg.UndefinedFunctionError] * 4
 
 
 # --- tenants ---
 
-TWINS = ["acme", "acme2", "acm", "Acme", "acmé", "acme\u0301", "acme ", "ａｃｍｅ", "аcme", "acme'", 'ac"me', "acme%", "acm_", "%", "a,b", "a:b", "acme/'search'", "🔥", "x" * 200]
+TWINS = [
+    "acme",
+    "acme2",
+    "acm",
+    "Acme",
+    "acmé",
+    "acme\u0301",
+    "acme ",
+    "ａｃｍｅ",
+    "аcme",
+    "acme'",
+    'ac"me',
+    "acme%",
+    "acm_",
+    "%",
+    "a,b",
+    "a:b",
+    "acme/'search'",
+    "🔥",
+    "x" * 200,
+]
 
 
 async def test_no_twin_of_a_tenant_s_name_sees_anything_of_it_asked_or_cached(memory, conn):
@@ -187,7 +221,9 @@ async def test_a_warm_search_asks_nobody_and_answers_as_the_first_did(dsn, memor
     await store(conn, "acme", "1", "bolo de cenoura")
     async with watched_searches(dsn) as searches:
         first = await memory.search("acme", "Bolo de CENOURA?")
-        again = [await memory.search("acme", query) for query in ("bolo de cenoura", " bôlo  de cenoura!", "BOLO DE CENOURA")]
+        again = [
+            await memory.search("acme", query) for query in ("bolo de cenoura", " bôlo  de cenoura!", "BOLO DE CENOURA")
+        ]
 
         assert [list(hits) for hits in again] == [list(first)] * 3
         assert await searches.count() == 1
@@ -255,7 +291,11 @@ async def test_what_a_caller_does_to_its_hits_reaches_no_other_caller(dsn, memor
 
 async def test_fifty_equal_questions_at_once_cost_one_search_and_one_embedding(dsn, conn):
     await store(conn, "acme", "1", "bolo", vectors=[vector_of("bolo")], model="voyage-4")
-    async with voyage_stub() as stub, opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url) as memory, watched_searches(dsn) as searches:
+    async with (
+        voyage_stub() as stub,
+        opened(dsn, voyage_api_key=stub.key, voyage_base_url=stub.url) as memory,
+        watched_searches(dsn) as searches,
+    ):
         answers = await asyncio.gather(*(memory.search("acme", query) for query in ["bolo", "Bolo!"] * 25))
 
         assert [[hit.source_id for hit in hits] for hits in answers] == [["1"]] * 50
@@ -337,7 +377,9 @@ async def heard_everything(memory, conn):
 async def deaf(server, conn):
     """Nobody listens, nor can connect, in this block."""
     database = await conn.fetchval("select current_database()")
-    listener = "select pid from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'"
+    listener = (
+        "select pid from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'"
+    )
     server.psql(server.superuser, f"alter database {database} allow_connections false")
     assert await conn.fetchval(f"select count(pg_terminate_backend(pid)) from ({listener}) l") > 0
     await eventually(lambda: conn.fetchval(f"select not exists ({listener})"))
@@ -375,7 +417,18 @@ async def test_news_of_unknown_tenants_and_nonsense_on_the_channel_change_nothin
     await store(conn, "acme", "1", "bolo")
     assert len(await memory.search("acme", "bolo")) == 1
 
-    for payload in ("", ",,,", "x", "x:y", ":1", "²:²", "a:²", "a:-1", "é" * 1000, *(f"{n:064x}:{n}" for n in range(2000))):
+    for payload in (
+        "",
+        ",,,",
+        "x",
+        "x:y",
+        ":1",
+        "²:²",
+        "a:²",
+        "a:-1",
+        "é" * 1000,
+        *(f"{n:064x}:{n}" for n in range(2000)),
+    ):
         await conn.execute("select pg_notify('reactor_versions', $1)", payload)
     await store(conn, "acme", "2", "bolo")
 
@@ -425,9 +478,13 @@ async def test_a_reader_without_the_tenant_s_model_answers_by_words_and_says_so(
 
 
 async def test_a_reader_with_another_target_asks_in_the_tenant_s_own_model(dsn, conn):
-    await store(conn, "acme", "1", "pão de queijo", vectors=[vector_of("bolo")], model="voyage-4")  # found by meaning only
+    await store(
+        conn, "acme", "1", "pão de queijo", vectors=[vector_of("bolo")], model="voyage-4"
+    )  # found by meaning only
     async with voyage_stub() as stub:
-        async with opened(dsn, embedding_model="use-multilingual", voyage_api_key=stub.key, voyage_base_url=stub.url) as memory:
+        async with opened(
+            dsn, embedding_model="use-multilingual", voyage_api_key=stub.key, voyage_base_url=stub.url
+        ) as memory:
             for _ in range(2):
                 hits = await memory.search("acme", "bolo")
                 assert ([hit.source_id for hit in hits], hits.degraded) == (["1"], None)
@@ -465,7 +522,11 @@ async def test_nothing_is_left_behind_and_a_closed_memory_answers_nothing(dsn, c
     assert asyncio.all_tasks() == before
     assert (await memory.search("acme", "bolo")).degraded == "postgres"
     assert (await memory.recent("acme")).degraded == "postgres"
-    await eventually(lambda: conn.fetchval("select not exists (select from pg_stat_activity where application_name = 'memory-reactor reader' and datname = current_database())"))
+    await eventually(
+        lambda: conn.fetchval(
+            "select not exists (select from pg_stat_activity where application_name = 'memory-reactor reader' and datname = current_database())"
+        )
+    )
 
 
 def test_the_loop_may_end_right_after(dsn):

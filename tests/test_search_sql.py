@@ -8,7 +8,9 @@ import asyncpg
 import numpy as np
 import pytest
 from conftest import connect
-from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from recalling import LOCAL, scoped, store
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -69,7 +71,15 @@ async def test_accents_and_case_do_not_matter_in_either_direction(conn):
 
 async def test_the_filters_are_exact(conn):
     for n, kind in enumerate(["post", "chat", "note"]):
-        await store(conn, "acme", str(n), "bolo", kind=kind, occurred_at=NOON + timedelta(days=n), metadata={"n": n, "tags": ["a", kind]})
+        await store(
+            conn,
+            "acme",
+            str(n),
+            "bolo",
+            kind=kind,
+            occurred_at=NOON + timedelta(days=n),
+            metadata={"n": n, "tags": ["a", kind]},
+        )
 
     async def found(arguments, *values):
         hits = await conn.fetch(f"select source_id from reactor.search('acme', 'bolo', {arguments})", *values)
@@ -85,7 +95,9 @@ async def test_the_filters_are_exact(conn):
     assert await found("metadata => $1", {"n": "1"}) == set()
     assert await found("metadata => $1", {}) == {"0", "1", "2"}
     assert await found("metadata => $1", []) == set()
-    recent = await conn.fetch("select source_id from reactor.recent('acme', kinds => '{post,chat}', metadata => $1)", {"tags": ["a"]})
+    recent = await conn.fetch(
+        "select source_id from reactor.recent('acme', kinds => '{post,chat}', metadata => $1)", {"tags": ["a"]}
+    )
     assert [hit["source_id"] for hit in recent] == ["1", "0"]
 
 
@@ -111,7 +123,8 @@ async def test_words_and_meaning_vote_for_the_row_whichever_of_its_chunks_they_l
 
     async with scoped(conn, "acme"):
         hits = await conn.fetch(
-            "select * from reactor.find_memories('acme', 'bolo', (select embedding from reactor.memories where content = 'outra coisa'), $1, 5)", LOCAL
+            "select * from reactor.find_memories('acme', 'bolo', (select embedding from reactor.memories where content = 'outra coisa'), $1, 5)",
+            LOCAL,
         )
 
     assert hits[0]["source_id"] == "both"
@@ -126,7 +139,10 @@ async def test_recent_gives_each_row_s_whole_text_exactly_newest_first(conn):
 
     hits = await conn.fetch("select * from reactor.recent('acme')")
 
-    assert [(hit["source_id"], hit["content"], hit["score"]) for hit in hits] == [("long", long, 1), ("old", "  primeira \n", 1)]
+    assert [(hit["source_id"], hit["content"], hit["score"]) for hit in hits] == [
+        ("long", long, 1),
+        ("old", "  primeira \n", 1),
+    ]
 
 
 async def test_scores_are_sorted_and_within_0_and_1(conn):
@@ -157,7 +173,10 @@ async def test_search_by_embedding_pads_compares_by_cosine_and_never_mixes_model
     assert hits[1]["score"] == pytest.approx(0, abs=0.01)
     assert await conn.fetch("select * from reactor.search_by_embedding('acme', '{1}', 'no such model')") == []
     for without_direction in ([0.0, 0.0], []):
-        assert await conn.fetch("select * from reactor.search_by_embedding('acme', $1, $2)", without_direction, LOCAL) == []
+        assert (
+            await conn.fetch("select * from reactor.search_by_embedding('acme', $1, $2)", without_direction, LOCAL)
+            == []
+        )
 
 
 async def test_an_embedding_that_is_none_and_a_tenant_that_is_none_are_errors(conn):
@@ -177,7 +196,11 @@ async def shown(conn):
     searched = await conn.fetch(SEARCH, "acme", "bolo")
     recent = await conn.fetch("select * from reactor.recent('acme')")
     near = await conn.fetch("select * from reactor.search_by_embedding('acme', '{1}', $1)", LOCAL)
-    assert {hit["source_id"] for hit in searched} == {hit["source_id"] for hit in recent} == {hit["source_id"] for hit in near}
+    assert (
+        {hit["source_id"] for hit in searched}
+        == {hit["source_id"] for hit in recent}
+        == {hit["source_id"] for hit in near}
+    )
     return {hit["content"] for hit in searched}
 
 
@@ -251,7 +274,11 @@ async def test_no_twin_of_a_tenant_s_name_sees_anything_of_it(conn):
         await store(conn, tenant, str(n), f"bolo secreto {n}", vectors=[direction(1, n)])
 
     for n, tenant in enumerate(TWINS):
-        for call in ("search($1, 'bolo secreto', 100)", "recent($1, 100)", f"search_by_embedding($1, '{{1}}', '{LOCAL}', 100)"):
+        for call in (
+            "search($1, 'bolo secreto', 100)",
+            "recent($1, 100)",
+            f"search_by_embedding($1, '{{1}}', '{LOCAL}', 100)",
+        ):
             hits = await conn.fetch(f"select * from reactor.{call}", tenant)
             assert [hit["content"] for hit in hits] == [f"bolo secreto {n}"], (tenant, call)
 
@@ -292,13 +319,18 @@ async def test_a_call_leaves_the_session_as_it_was(conn):
             await conn.fetch("select reactor.write_notes($1, '{note}', '{x}', array['{}'::jsonb])", tenant)
         assert await conn.fetchrow("select current_user, reactor.scope()") == before
 
-    assert len(await conn.fetch("select h.* from (values ('acme'), ('other')) t (id), reactor.search(t.id, 'bolo') h")) == 2
+    assert (
+        len(await conn.fetch("select h.* from (values ('acme'), ('other')) t (id), reactor.search(t.id, 'bolo') h"))
+        == 2
+    )
 
 
 async def test_a_reader_needs_no_more_than_the_worker_s_role(conn, server, dsn):
     await store(conn, "acme", "1", "bolo", vectors=[direction(1)])
     await store(conn, "other", "1", "bolo")
-    await conn.execute("create role a_reader login; grant reactor_worker to a_reader; grant usage on schema reactor to a_reader")
+    await conn.execute(
+        "create role a_reader login; grant reactor_worker to a_reader; grant usage on schema reactor to a_reader"
+    )
     try:
         reader = await connect(server.dsn(dsn.partition("/t")[2].partition("?")[0].join(["t", ""]), user="a_reader"))
         try:

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from conftest import connect, drained, eventually, make_settings, running_reactor
-from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from voyage_stub import late, rate_limited, status, voyage_stub
 
 
@@ -43,11 +45,18 @@ async def recalled(conn, tenant="acme"):
 
 
 async def all_done(conn):
-    await eventually(lambda: conn.fetchval("select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')"))
+    await eventually(
+        lambda: conn.fetchval(
+            "select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')"
+        )
+    )
 
 
 async def insert(conn, *bodies, tenant="acme"):
-    return [await conn.fetchval("insert into posts (tenant_id, body) values ($1, $2) returning id", tenant, body) for body in bodies]
+    return [
+        await conn.fetchval("insert into posts (tenant_id, body) values ($1, $2) returning id", tenant, body)
+        for body in bodies
+    ]
 
 
 async def results(conn):
@@ -79,24 +88,26 @@ class TestWhatIsEmbedded:
             await insert(conn, "bolo de cenoura")
             await drained(conn)
             before = await conn.fetchrow("select * from reactor.tenants")
-            await conn.execute("select reactor.enqueue(type, payload, tenant_id, dedupe_key) from reactor.jobs where type = 'sync_row'")
+            await conn.execute(
+                "select reactor.enqueue(type, payload, tenant_id, dedupe_key) from reactor.jobs where type = 'sync_row'"
+            )
             await drained(conn)
 
         assert (await results(conn))[-1] == {"unchanged": True}
         assert await conn.fetchrow("select * from reactor.tenants") == before
         assert len(stub.requests) == 1
 
-    @pytest.mark.parametrize("body", ["", "   ", " \n\t ", "\u200b\u200b", "\u0301", None])
-    async def test_a_blank_row_is_recorded_and_never_sent(self, conn, voyage, stub, body):
+    async def test_a_blank_row_is_recorded_and_never_sent(self, conn, voyage, stub):
+        blank = ["", "   ", " \n\t ", "\u200b\u200b", "\u0301", None]
         async with running_reactor(voyage):
-            await insert(conn, body, "um texto")
+            await insert(conn, *blank, "um texto")
             await drained(conn)
             again = await conn.fetchval("select enqueued from reactor.reconcile('posts')")
             await drained(conn)
 
         assert stub.texts == ["um texto"]
         assert await recalled(conn) == ["um texto"]
-        assert {"blank": True} in await results(conn)
+        assert (await results(conn)).count({"blank": True}) == len(blank)
         assert again == 0
         assert await conn.fetchval("select memories from reactor.tenants") == 1
 
@@ -138,7 +149,9 @@ class TestWhatIsEmbedded:
 
     async def test_no_request_has_more_than_128_texts(self, conn, voyage, stub):
         async with running_reactor(voyage):
-            await conn.execute("insert into posts (tenant_id, body) select 'acme', 'post ' || n from generate_series(1, 700) n")
+            await conn.execute(
+                "insert into posts (tenant_id, body) select 'acme', 'post ' || n from generate_series(1, 700) n"
+            )
             await drained(conn)
 
         sizes = [len(body["input"]) for body in stub.requests]
@@ -186,33 +199,38 @@ class TestWhatIsEmbedded:
 
 
 class TestOddRows:
-    @pytest.mark.parametrize("when", ["20000-01-01", "infinity", "-infinity", "0044-03-15 BC"])
-    async def test_a_time_python_cannot_hold_costs_no_memory(self, conn, voyage, when):
+    async def test_a_time_python_cannot_hold_costs_no_memory(self, conn, voyage):
         async with running_reactor(voyage):
-            await conn.execute("insert into posts (tenant_id, body, created_at) values ('acme', 'x', $1::text::timestamptz)", when)
+            for when in ["20000-01-01", "infinity", "-infinity", "0044-03-15 BC"]:
+                await conn.execute(
+                    "insert into posts (tenant_id, body, created_at) values ('acme', $1, $1::text::timestamptz)", when
+                )
             await insert(conn, "y")
             await drained(conn)
 
-        assert await recalled(conn) == ["x", "y"]
+        assert await recalled(conn) == ["-infinity", "0044-03-15 BC", "20000-01-01", "infinity", "y"]
         assert await conn.fetchval("select max(attempts) from reactor.jobs where type = 'sync_row'") == 1
 
-    @pytest.mark.parametrize(
-        ("metadata", "kept"),
-        [
-            ('{"n": 1e400, "precise": 0.12345678901234567890123}', '{"n": 1e400, "precise": 0.12345678901234567890123}'),
-            ('["a", 1]', '{"metadata": ["a", 1]}'),
-            ('"text"', '{"metadata": "text"}'),
-            ("null", '{"metadata": null}'),
-        ],
-    )
-    async def test_metadata_is_kept_as_postgres_holds_it(self, conn, voyage, metadata, kept):
+    async def test_metadata_is_kept_as_postgres_holds_it(self, conn, voyage):
+        kept = {
+            '{"n": 1e400, "precise": 0.12345678901234567890123}': '{"n": 1e400, "precise": 0.12345678901234567890123}',
+            '["a", 1]': '{"metadata": ["a", 1]}',
+            '"text"': '{"metadata": "text"}',
+            "null": '{"metadata": null}',
+        }
         async with running_reactor(voyage):
-            await conn.execute("insert into posts (tenant_id, body, metadata) values ('acme', 'x', $1::text::jsonb)", metadata)
+            for metadata in kept:
+                await conn.execute(
+                    "insert into posts (tenant_id, body, metadata) values ('acme', 'x', $1::text::jsonb)", metadata
+                )
             await drained(conn)
 
         async with conn.transaction():
             await conn.execute("select reactor.enter_tenant('acme')")
-            assert await conn.fetchval("select metadata = $1::text::jsonb from reactor.memories", kept)
+            for n, expected in enumerate(kept.values(), start=1):
+                assert await conn.fetchval(
+                    "select metadata = $2::text::jsonb from reactor.memories where source_id = $1", str(n), expected
+                )
 
     async def test_a_payload_that_is_none_is_dead_and_an_id_that_is_none_fails_by_itself(self, conn, voyage, stub):
         async with conn.transaction():
@@ -223,7 +241,9 @@ class TestOddRows:
         async with running_reactor(voyage):
             await drained(conn)
 
-        ended = await conn.fetch("select status, attempts, last_error from reactor.jobs where type = 'sync_row' and status <> 'done' order by id")
+        ended = await conn.fetch(
+            "select status, attempts, last_error from reactor.jobs where type = 'sync_row' and status <> 'done' order by id"
+        )
         assert [(r["status"], r["attempts"]) for r in ended] == [("failed", 1), ("dead", 1)]
         assert "seven" not in ended[0]["last_error"]
         assert [await recalled(conn, t) for t in "ac"] == [["dois", "um"], ["três"]]
@@ -285,7 +305,9 @@ class TestRaces:
 
             async def until_done():
                 seen.extend(await recalled(conn))
-                return await conn.fetchval("select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')")
+                return await conn.fetchval(
+                    "select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')"
+                )
 
             await eventually(until_done)
 
@@ -294,7 +316,9 @@ class TestRaces:
         await nothing_is_left(conn)
 
     @pytest.mark.parametrize("drains_between", [False, True])
-    async def test_a_row_deleted_and_inserted_again_with_the_same_text_is_visible_again(self, conn, voyage, drains_between):
+    async def test_a_row_deleted_and_inserted_again_with_the_same_text_is_visible_again(
+        self, conn, voyage, drains_between
+    ):
         async with running_reactor(voyage):
             [post] = await insert(conn, "o mesmo texto")
             await drained(conn)
@@ -314,7 +338,9 @@ class TestRaces:
             await drained(conn)
             for _ in range(15):
                 await conn.execute("delete from posts")
-                await author.execute("insert into posts (id, tenant_id, body) values ($1, 'acme', 'o mesmo texto')", post)
+                await author.execute(
+                    "insert into posts (id, tenant_id, body) values ($1, 'acme', 'o mesmo texto')", post
+                )
             await drained(conn)
         await author.close()
 
@@ -323,11 +349,15 @@ class TestRaces:
 
     async def test_a_truncated_table_filled_again_with_the_same_rows_is_visible_again(self, conn, voyage):
         async with running_reactor(voyage):
-            await conn.execute("insert into posts (id, tenant_id, body, created_at) values (1, 'acme', 'fica', '2020-01-01'), (2, 'acme', 'vai', '2020-01-01')")
+            await conn.execute(
+                "insert into posts (id, tenant_id, body, created_at) values (1, 'acme', 'fica', '2020-01-01'), (2, 'acme', 'vai', '2020-01-01')"
+            )
             await drained(conn)
             async with conn.transaction():
                 await conn.execute("truncate posts")
-                await conn.execute("insert into posts (id, tenant_id, body, created_at) values (1, 'acme', 'fica', '2020-01-01')")
+                await conn.execute(
+                    "insert into posts (id, tenant_id, body, created_at) values (1, 'acme', 'fica', '2020-01-01')"
+                )
             await drained(conn)
 
         assert await recalled(conn) == ["fica"]
@@ -350,7 +380,9 @@ class TestRaces:
         async with running_reactor(voyage):
             await insert(conn, "fica")
             await drained(conn)
-            await conn.execute("create policy nobody on posts as restrictive for select to reactor_worker using (false)")
+            await conn.execute(
+                "create policy nobody on posts as restrictive for select to reactor_worker using (false)"
+            )
             await conn.execute("update posts set body = 'mudou'")
             await drained(conn)
 
@@ -368,22 +400,34 @@ class TestProviderTrouble:
         stub.refuse("proibido")
         async with running_reactor(voyage):
             async with conn.transaction():
-                await insert(conn, *[f"texto {n}" for n in range(9)], "isto é proibido", *[f"outro {n}" for n in range(9)])
+                await insert(
+                    conn, *[f"texto {n}" for n in range(9)], "isto é proibido", *[f"outro {n}" for n in range(9)]
+                )
             await drained(conn)
 
         assert len(await recalled(conn)) == 18
         [dead] = await conn.fetch("select * from reactor.jobs where status <> 'done' and type = 'sync_row'")
-        assert (dead["status"], dead["attempts"], dead["last_error"]) == ("dead", 1, "voyage_refused: Voyage refuses the text (HTTP 400)")
+        assert (dead["status"], dead["attempts"], dead["last_error"]) == (
+            "dead",
+            1,
+            "voyage_refused: Voyage refuses the text (HTTP 400)",
+        )
         assert await conn.fetchval("select subject from reactor.alerts") == "sync_row voyage_refused"
 
     @pytest.mark.parametrize(
-        "fault", [rate_limited("0"), rate_limited(), status(500), status(401), status(529), status(400, "no such model")], ids=["429 with a time", "429", "500", "401", "529", "400 for all"]
+        "fault",
+        [rate_limited("0"), rate_limited(), status(500), status(401), status(529), status(400, "no such model")],
+        ids=["429 with a time", "429", "500", "401", "529", "400 for all"],
     )
     async def test_an_outage_snoozes_spends_no_attempt_and_is_recovered_from(self, conn, voyage, stub, fault):
         stub.always(fault)
         async with running_reactor(voyage):
             await insert(conn, "um")
-            await eventually(lambda: conn.fetchval("select last_error like 'snoozed: voyage_%' from reactor.jobs where type = 'sync_row'"))
+            await eventually(
+                lambda: conn.fetchval(
+                    "select last_error like 'snoozed: voyage_%' from reactor.jobs where type = 'sync_row'"
+                )
+            )
             stub.always(None)
             await all_done(conn)
 
@@ -397,7 +441,11 @@ class TestProviderTrouble:
             await insert(conn, "espera")
             await insert(conn, "não espera", tenant="local")
         async with running_reactor(voyage):
-            await eventually(lambda: conn.fetchval("select last_error is not null from reactor.jobs where tenant_id = 'acme' and type = 'sync_row'"))
+            await eventually(
+                lambda: conn.fetchval(
+                    "select last_error is not null from reactor.jobs where tenant_id = 'acme' and type = 'sync_row'"
+                )
+            )
             assert await recalled(conn, "local") == ["não espera"]
             assert await recalled(conn) == []
 
@@ -417,13 +465,17 @@ class TestTenants:
         yield
         self.seen = await conn.fetch("select * from public.witness")
 
-    async def test_one_batch_of_many_tenants_and_sources_is_written_each_under_its_own_scope_as_the_worker(self, conn, voyage, stub):
+    async def test_one_batch_of_many_tenants_and_sources_is_written_each_under_its_own_scope_as_the_worker(
+        self, conn, voyage, stub
+    ):
         tenants = ["a", "b", "a b", "a'; drop table posts; --", "%", "_", "á" * 200]
         async with self.watched(conn):
             async with conn.transaction():
                 for n, tenant in enumerate(tenants):
                     await insert(conn, f"post de {n}", tenant=tenant)
-                    await conn.execute("insert into chat_messages (tenant_id, content) values ($1, $2)", tenant, f"conversa de {n}")
+                    await conn.execute(
+                        "insert into chat_messages (tenant_id, content) values ($1, $2)", tenant, f"conversa de {n}"
+                    )
             async with running_reactor(voyage):
                 await drained(conn)
                 await conn.execute("delete from posts where tenant_id = 'a'")
@@ -434,7 +486,9 @@ class TestTenants:
         assert {r["who"] for r in self.seen} == {"reactor_worker"}
         assert all(r["scope"] == r["tenant"] for r in self.seen)
         for n, tenant in enumerate(tenants):
-            assert await recalled(conn, tenant) == ([f"conversa de {n}"] if tenant == "a" else [f"conversa de {n}", f"post de {n}"])
+            assert await recalled(conn, tenant) == (
+                [f"conversa de {n}"] if tenant == "a" else [f"conversa de {n}", f"post de {n}"]
+            )
 
 
 OPERATION = st.tuples(

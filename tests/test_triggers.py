@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import anyio
 import asyncpg
 import pytest
 from conftest import connect
+from producing import impatient, owed, removed, settle_all, warnings_of
 
 from reactor import db
 
 ITEMS = "create table items (id bigint primary key, tenant_id text, body text, views int not null default 0, created_at timestamptz default now())"
-
-
-async def owed(conn):
-    """(tenant, id) of the sync jobs waiting, oldest first."""
-    rows = await conn.fetch(
-        "select tenant_id, payload ->> 'id' from reactor.jobs where type = 'sync_row' and status = 'pending' order by id"
-    )
-    return [tuple(row) for row in rows]
-
-
-async def removed(conn):
-    """(tenant, id) of the tombstones, oldest first."""
-    return [
-        tuple(row) for row in await conn.fetch("select tenant_id, source_id from reactor.tombstones order by version")
-    ]
-
-
-async def settle_all(conn):
-    await conn.execute("delete from reactor.jobs; delete from reactor.tombstones")
 
 
 @pytest.fixture
@@ -39,31 +19,6 @@ async def items(conn):
     await conn.execute(ITEMS)
     await conn.execute("select reactor.attach('items', 'item', '{body}', embed => 'none')")
     return conn
-
-
-@asynccontextmanager
-async def impatient(dsn):
-    """A producer to whom any wait is an error."""
-    conn = await connect(dsn)
-    try:
-        await conn.execute("set lock_timeout = '300ms'; set deadlock_timeout = '50ms'")
-        yield conn
-    finally:
-        await conn.close()
-
-
-@asynccontextmanager
-async def warnings_of(conn):
-    """The WARNINGs of ours that a session hears."""
-    heard = []
-
-    def listen(_conn, message):
-        if message.severity_en == "WARNING" and message.message.startswith("reactor"):
-            heard.append(message)
-
-    conn.add_log_listener(listen)
-    yield heard
-    conn.remove_log_listener(listen)
 
 
 # --- invariant 1: the promise is written before the effort

@@ -19,7 +19,7 @@ import anyio
 import asyncpg
 import pytest
 from conftest import connect, drained, eventually, reactor_process
-from test_settling import enqueue, ended, row, working
+from test_settling import ended, enqueue, row, working
 from voyage_stub import late, voyage_stub
 
 from reactor.job import Handler, Snooze
@@ -169,20 +169,28 @@ async def reactor_of(dsn, stub, **env):
 
 async def insert_posts(conn, count, tenant="acme"):
     await conn.execute(
-        "insert into posts (tenant_id, body) select $1, 'texto número ' || n from generate_series(1, $2::int) n", tenant, count
+        "insert into posts (tenant_id, body) select $1, 'texto número ' || n from generate_series(1, $2::int) n",
+        tenant,
+        count,
     )
 
 
 async def all_done(conn):
     """Return once every row is synced, those that wait for a pause to end included."""
-    await eventually(lambda: conn.fetchval("select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')"))
+    await eventually(
+        lambda: conn.fetchval(
+            "select not exists (select from reactor.jobs where type = 'sync_row' and status <> 'done')"
+        )
+    )
 
 
 async def remembered(conn):
     """The contents of all memories, as the one who may see them: each tenant for itself."""
     contents = []
     for r in await conn.fetch("select tenant_id from reactor.tenants order by 1"):
-        contents += [h["content"] for h in await conn.fetch("select content from reactor.recent($1, 100)", r["tenant_id"])]
+        contents += [
+            h["content"] for h in await conn.fetch("select content from reactor.recent($1, 100)", r["tenant_id"])
+        ]
     return sorted(contents)
 
 
@@ -278,7 +286,9 @@ class TestRoom:
             at = await conn.fetchval("select clock_timestamp() - run_after from reactor.jobs where id = $1", job.id)
             ran.set()
 
-        await conn.execute("insert into reactor.jobs (type, tenant_id, lane, run_after) values ('work', '', 'work', now() + interval '700 ms')")
+        await conn.execute(
+            "insert into reactor.jobs (type, tenant_id, lane, run_after) values ('work', '', 'work', now() + interval '700 ms')"
+        )
         async with working(pool, {"work": work}, poll_s=60):
             with anyio.fail_after(20):
                 await ran.wait()
@@ -295,7 +305,9 @@ class TestRoom:
         [other] = await conn.fetch("select * from reactor.claim_jobs('{work}', '{1}', 'other', '1 hour')")
         await enqueue(conn, 2, key="k")
         async with working(pool, {"work": work}, poll_s=60):
-            await eventually(lambda: conn.fetchval("select count(*) > 0 from pg_stat_activity where query like '%next_due_s%'"))
+            await eventually(
+                lambda: conn.fetchval("select count(*) > 0 from pg_stat_activity where query like '%next_due_s%'")
+            )
             assert not ran.is_set()
             await conn.fetch("select reactor.settle_jobs($1, $2, '{done}')", [other["id"]], [other["claim_token"]])
             with anyio.fail_after(20):
@@ -338,16 +350,20 @@ class TestStopping:
 
         rows = [await row(conn, job_id) for job_id in ids]
         assert {(job["status"], job["attempts"]) for job in rows} == {("pending", 4)}
-        assert [job["last_error"] for job in rows] == ["snoozed: settled before the rest", "snoozed: drained", "snoozed: drained"]
+        assert [job["last_error"] for job in rows] == [
+            "snoozed: settled before the rest",
+            "snoozed: drained",
+            "snoozed: drained",
+        ]
 
     async def test_sigterm_lets_the_running_batch_finish_leaves_the_rest_and_exits_0(self, conn, dsn):
         answer = anyio.Event()
         async with voyage_stub() as stub:
             stub.always(late(answer))
             async with reactor_of(dsn, stub) as output:
-                await insert_posts(conn, 128 * 2)
+                await insert_posts(conn, 128 * 4)  # all that runs at once
                 with anyio.fail_after(30):
-                    await stub.received(2)
+                    await stub.received(4)
                 await insert_posts(conn, 20, "later")
                 output.process.send_signal(signal.SIGTERM)
                 await output.saw("stopping")
@@ -355,7 +371,7 @@ class TestStopping:
                 code = await output.exited()
 
         assert code == 0, output.text
-        assert await count_memories(conn) == 256
+        assert await count_memories(conn) == 512
         rest = await conn.fetch("select status, attempts from reactor.jobs where tenant_id = 'later'")
         assert Counter(map(tuple, rest)) == {("pending", 0): 20}
         assert output.lines[-1].count('"stopped"') == 1
@@ -371,7 +387,9 @@ class TestStopping:
                 code = await output.exited()
 
         assert code == 0, output.text
-        assert Counter(map(tuple, await conn.fetch("select status, attempts from reactor.jobs where type = 'sync_row'"))) == {("pending", 0): 5}
+        assert Counter(
+            map(tuple, await conn.fetch("select status, attempts from reactor.jobs where type = 'sync_row'"))
+        ) == {("pending", 0): 5}
 
     async def test_a_second_signal_ends_it_at_once(self, conn, dsn):
         async with voyage_stub() as stub:
@@ -580,7 +598,7 @@ async def _is(awaitable, expected):
 class TestIdle:
     async def test_nothing_is_said_to_postgres_but_the_floors_look_and_no_processor_time_is_spent(self, conn, dsn):
         async with voyage_stub() as stub, wire_to(dsn) as wire:
-            async with reactor_of(wire.dsn, stub, REACTOR_POLL_S="1") as output:
+            async with reactor_of(wire.dsn, stub, REACTOR_POLL_S="0.4") as output:
                 await insert_posts(conn, 3)
                 await drained(conn)
                 await _looks(wire, 2)  # settled down
