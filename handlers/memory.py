@@ -16,27 +16,32 @@ from reactor.db import Connection, Pool, tenant
 from reactor.embedder import Embedder
 from reactor.errors import Permanent, Unavailable
 from reactor.job import Dead, Handler, Job, Settled, Snooze
-from reactor.jobs import complete_jobs, hold_claims
+from reactor.jobs import complete_jobs
 from reactor.models import Embedders
 from reactor.text import Chunk, chunk, is_blank
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 _NO_EMBEDDER_S = 300.0
-_SOURCE = """
-    select embed, language, (select model from reactor.tenants where tenant_id = $2) as model,
-        (select max(version) from reactor.tombstones where tenant_id = '' and source = $1) as truncated_at
-    from reactor.sources s
-    where id = $1 and detached_at is null and exists (select from pg_class c where c.oid = s.relation)
-"""
-# Each asked-for row as it stands, its tombstone, and what is remembered of it, from one snapshot.
+# Each asked-for row as it stands, its tombstone, and what is remembered of it, from one snapshot. In one statement: a
+# full batch of many tenants waits for round trips more than for anything else here. No row: there is no such source.
 _ROWS = """
-    select i.id, r.kind, r.content, r.occurred_at::text as occurred_at, r.metadata::text as metadata, r.row_hash,
+    with source as materialized (
+        select s.id, s.embed, s.language, (select t.model from reactor.tenants t where t.tenant_id = $2) as model,
+            (select max(t.version) from reactor.tombstones t where t.tenant_id = '' and t.source = $1) as truncated_at
+        from reactor.sources s
+        where s.id = $1 and s.detached_at is null and exists (select from pg_class c where c.oid = s.relation)
+    ), current as materialized (
+        select r.* from source s, lateral reactor.source_rows(s.id, $2, $3) r
+    )
+    select i.id, s.embed, s.language, s.model, s.truncated_at,
+        r.kind, r.content, r.occurred_at::text as occurred_at, r.metadata::text as metadata, r.row_hash,
+        m.row_hash as old_hash, m.model as old_model, m.version as old_version, m.content <> '' as had_content,
         (select max(t.version) from reactor.tombstones t
-         where t.tenant_id = $2 and t.source = $1 and t.source_id = i.id) as buried_at,
-        m.row_hash as old_hash, m.model as old_model, m.version as old_version, m.content <> '' as had_content
+         where t.tenant_id = $2 and t.source = $1 and t.source_id = i.id) as buried_at
     from unnest($3::text[]) as i (id)
-    left join reactor.source_rows($1, $2, $3) r on r.source_id = i.id
+    cross join source s
+    left join current r on r.source_id = i.id
     left join reactor.memories m on m.tenant_id = $2 and m.source = $1 and m.source_id = i.id and m.chunk = 0
 """
 
@@ -124,17 +129,16 @@ def _group(jobs: Sequence[Job]) -> list[_Group]:
 
 async def _read(group: _Group, pool: Pool, embedders: Embedders) -> None:
     async with tenant(pool, group.tenant_id) as conn:
-        source = await conn.fetchrow(_SOURCE, group.source, group.tenant_id)
-        if source is None:
+        records = await conn.fetch(_ROWS, group.source, group.tenant_id, list(group.rows))
+        if not records:
             for row in group.rows.values():
                 row.result = {"absent": True}
             return
-        group.language = source["language"]
-        if not _choose_embedder(group, source["embed"], source["model"], embedders):
+        group.language = records[0]["language"]
+        if not _choose_embedder(group, records[0]["embed"], records[0]["model"], embedders):
             return
-        records = await conn.fetch(_ROWS, group.source, group.tenant_id, list(group.rows))
         for record in records:
-            _compare(group, group.rows[record["id"]], record, truncated_at=source["truncated_at"] or 0)
+            _compare(group, group.rows[record["id"]], record)
         changed = [row for row in group.rows.values() if row.result is None and row.row_hash]
         known = {record["id"] for record in records if record["old_hash"] is not None}
         have = await _vectors_had(conn, group, [row.source_id for row in changed if row.source_id in known])
@@ -159,8 +163,9 @@ def _choose_embedder(group: _Group, embed: str, model: str | None, embedders: Em
     return True
 
 
-def _compare(group: _Group, row: _Row, record: asyncpg.Record, *, truncated_at: int) -> None:
+def _compare(group: _Group, row: _Row, record: asyncpg.Record) -> None:
     """What is to be done about a row, from how it stands, its tombstone and its memory."""
+    truncated_at: int = record["truncated_at"] or 0
     removed_at = max(truncated_at, record["buried_at"] or 0)
     if record["row_hash"] is None:
         if removed_at:
@@ -239,15 +244,15 @@ async def _write(group: _Group, pool: Pool) -> None:
     rows = [row for row in group.rows.values() if row.refused is None]
     if not rows:
         return
+    results = [(job, row.result or _evidence(row)) for row in rows for job in row.jobs]
     async with tenant(pool, group.tenant_id) as conn:
-        held = {job.id for job in await hold_claims(conn, [job for row in rows for job in row.jobs])}
-        rows = [row for row in rows if any(job.id in held for job in row.jobs)]
-        if written := [row for row in rows if row.result is None]:
-            await _replace(conn, group, written)
-        results = [(job, row.result or _evidence(row)) for row in rows for job in row.jobs if job.id in held]
-        await complete_jobs(conn, results)
+        held = set(await complete_jobs(conn, results))  # first: it locks the claims, and undoes itself with the rest
+        rows = [row for row in rows if row.result is None and held.intersection(job.id for job in row.jobs)]
+        if rows:
+            await _replace(conn, group, rows)
     for job, _ in results:
-        job.outcome = Settled()
+        if job.id in held:
+            job.outcome = Settled()
 
 
 def _evidence(row: _Row) -> dict[str, Any]:
@@ -275,9 +280,11 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> Non
     ]
     columns = list(zip(*pieces, strict=True)) if pieces else [()] * 10
     row_of, chunks, overlaps, kinds, contents, vectors, models, metadata, occurred, hashes = (list(c) for c in columns)
-    await conn.execute(
-        "select reactor.replace_memories($1, $2, $3, $4, $5, $6, $7, $8, $9, $10::text::regconfig, $11, $12, "
-        "$13::text[]::jsonb[], $14::text[]::timestamptz[], $15)",
+    # The model last, for whoever writes a tenant's memories locks its row in reactor.tenants last.
+    used = await conn.fetchval(
+        "with replaced as materialized (select reactor.replace_memories($1, $2, $3, $4, $5, $6, $7, $8, $9, "
+        "$10::text::regconfig, $11, $12, $13::text[]::jsonb[], $14::text[]::timestamptz[], $15)) "
+        "select case when $16 then reactor.model_of($1, $17) else $17 end from replaced",
         group.tenant_id,
         group.source,
         [row.source_id for row in rows],
@@ -293,12 +300,11 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> Non
         metadata,
         occurred,
         hashes,
+        group.settles_model and any(vector is not None for vector in vectors),
+        group.model,
     )
-    if group.settles_model and any(vector is not None for vector in vectors):
-        # After the memories: whoever writes a tenant's memories locks its row in reactor.tenants last.
-        used = await conn.fetchval("select reactor.model_of($1, $2)", group.tenant_id, group.model)
-        if used != group.model:
-            raise Unavailable("another reactor gave this new tenant another model", code="model_changed")
+    if used != group.model:
+        raise Unavailable("another reactor gave this new tenant another model", code="model_changed")
 
 
 def _half(vector: Vector | HalfVector | None) -> HalfVector | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
@@ -9,11 +10,12 @@ import asyncpg
 from reactor.db import Pool
 from reactor.job import Handler, Job
 from reactor.log import Log
-from reactor.sources import open_missed_changes_alert, reconcile, source_ids
+from reactor.settings import Settings
+from reactor.sources import open_missed_changes_alert, prune, reconcile, source_ids
 
 
-async def reconcile_sources(job: Job, *, pool: Pool, log: Log) -> dict[str, Any]:
-    """Compare sources with their memories and enqueue what is owed.
+async def reconcile_sources(job: Job, *, pool: Pool, log: Log, settings: Settings) -> dict[str, Any]:
+    """Compare sources with their memories and enqueue what is owed; the scheduled look also prunes what is old.
 
     Payload: {} for every source, or {"source": int, "expected": bool}. A backfill and a truncated partition are
     expected to show rows; any other look that finds some raises an alert, since a trigger should have been first.
@@ -38,6 +40,8 @@ async def reconcile_sources(job: Job, *, pool: Pool, log: Log) -> dict[str, Any]
             total[name] += count
         if not job.payload.get("expected"):
             await open_missed_changes_alert(pool, source, found, log=log)
+    if only is None:
+        total["pruned"] = await prune(pool, timedelta(days=settings.job_retention_d))
     if failures:
         raise failures[0]
     return total

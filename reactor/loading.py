@@ -50,7 +50,7 @@ def load_handlers(folder: Path | None) -> dict[str, Handler]:
 
 
 def _modules(package: str, folder: Path) -> list[ModuleType]:
-    """Every module of a folder, imported under a package name of its own: `from . import x` works, nothing is shadowed."""
+    """Every module of a folder, under a package name of its own: `from . import x` works, nothing is shadowed."""
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         del sys.modules[name]
     parent = ModuleType(package)

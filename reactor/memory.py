@@ -38,6 +38,7 @@ _CONNECT_S = 10.0  # what a connection may take that no search waits for: over a
 _FLUSH_S = 5.0
 _MOST_TENANTS = 10_000  # whose versions one process remembers
 _QUESTION_VECTORS = 1000
+_MOST_FLIGHTS = 100  # searches and embeddings under way at once; beyond them questions are answered by their words
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class Memory:
 
         Raises:
             Misuse: The environment, or `dsn`, is wrong.
+            Unavailable: The embedded server does not start.
         """
         settings = settings or load_settings()
         if dsn is None:
@@ -270,6 +272,7 @@ class Memory:
         flight = self._fly(key, lambda: self._look_up(question))
         await wait([flight], timeout=self._deadline_s - (time.perf_counter() - started))
         if not flight.done():
+            self._away.ring()  # is it away? one slow search says nothing about the others
             return (), "deadline"
         return ((), "postgres") if flight.cancelled() else flight.result()  # cancelled: we were closed
 
@@ -295,10 +298,10 @@ class Memory:
             try:
                 rows = await self._fetch(question, vector, embedder)
             except Unavailable as exc:
+                self._away.ring()
                 if exc.code == "deadline":
                     return (), "deadline"
                 self._is_away = True
-                self._away.ring()
                 return (), "postgres"
             version, model = rows[0]["version"], rows[0]["model"]
             asked = known.model if embedder is None else embedder.model
@@ -330,7 +333,7 @@ class Memory:
             return None
         key = recall_key(question.tenant_id, embedder.model, query=question.normalised)
         vector: HalfVector | None = await self._vectors.get(key)
-        if vector is None:
+        if vector is None and len(self._flights) <= _MOST_FLIGHTS:  # more would only queue up behind a slow provider
             query = question.query
             flight = self._fly(key, lambda: self._embed(embedder, query, key))
             await wait([flight], timeout=embed_by - time.perf_counter())
@@ -354,7 +357,8 @@ class Memory:
             Unavailable: Postgres is out of reach, or slower than the deadline.
         """
         try:
-            async with borrowed(self._pool, self._deadline_s) as conn:
+            # Longer than its askers wait: what came too late for them, a connection above all, is there for the next.
+            async with borrowed(self._pool, self._deadline_s, connect_s=_CONNECT_S) as conn:
                 return await conn.fetch(
                     "select * from reactor.recall($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                     question.tenant_id,
@@ -496,6 +500,8 @@ async def _default_dsn(settings: Settings) -> str:
     from reactor.embedded import start  # noqa: PLC0415  # an extra
 
     server = await anyio.to_thread.run_sync(start, settings.home)
+    if server.notice is not None:
+        get_log().warning("embedded_server", notice=server.notice)
     return server.dsn
 
 

@@ -45,6 +45,7 @@ class Settings(BaseSettings):
     poll_s: float = Field(5.0, gt=0, le=600)  # the floor under a lost NOTIFY
     drain_s: float = Field(20.0, ge=0, le=600)  # how long SIGTERM lets running handlers finish
     reconcile_s: float = Field(3600.0, ge=1, le=604_800)  # between two scheduled looks for rows that bypassed triggers
+    job_retention_d: float = Field(7.0, gt=0, le=3650)  # days that done jobs, rejected rows, resolved alerts stay
     pool_size: int = Field(10, ge=2, le=200)  # connections of one process, the listener's apart
     handlers: Path | None = None  # a folder of handler modules beside the built-in ones
 

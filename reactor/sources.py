@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from reactor.db import Pool, reaching
@@ -92,6 +93,21 @@ async def open_missed_changes_alert(pool: Pool, source: int, found: dict[str, in
         )
         if was_open:
             log.info("alert_resolved", cause="missed_changes", source=source)
+
+
+async def prune(pool: Pool, keep: timedelta) -> int:
+    """Delete what ended longer ago than `keep`, a thousand of a kind at a time; returns how many.
+
+    Raises:
+        Unavailable: Postgres is out of reach.
+    """
+    pruned = 0
+    while True:
+        count: int
+        [[count]] = await _fetch(pool, "select reactor.prune($1, $2)", keep, _PAGE)
+        pruned += count
+        if count < _PAGE:
+            return pruned
 
 
 async def _fetch(pool: Pool, query: str, *args: Any) -> list[Any]:

@@ -26,6 +26,7 @@ _MOST_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 86_400.0
 _BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
 _RETRY_S = 1.0
+_LAST_LOOK_S = 2.0  # what a stop grants a claim under way: a frozen server would never answer it
 _SETTLE_S = 5.0  # what a stop grants the last settlement beyond the drain
 
 
@@ -65,12 +66,14 @@ class Worker:
         self._paused_until: dict[str, float] = {}  # monotonic, by lane
         self._away: set[str] = set()  # what failed when it last asked Postgres: an outage is one line, not one a second
         self._stopping = False
+        self._looking = anyio.CancelScope()
         self._is_drained = anyio.Event()
         self._settled = anyio.Event()
 
     def stop(self) -> None:
         """Claim no more, finish what runs, then let `run` return."""
         self._stopping = True
+        self._looking.deadline = anyio.current_time() + _LAST_LOOK_S
         self._wakeup.ring()
 
     async def run(self) -> None:
@@ -79,11 +82,12 @@ class Worker:
             upkeep.start_soon(self._settle_loop)
             upkeep.start_soon(self._heartbeat_loop)
             async with anyio.create_task_group() as calls:
-                while not self._stopping:
-                    self._wakeup.clear()  # before the look, never after
-                    sleep_s = await self._look(calls)
-                    if sleep_s > 0 and not self._stopping:
-                        await self._wakeup.wait(sleep_s)
+                with self._looking:
+                    while not self._stopping:
+                        self._wakeup.clear()  # before the look, never after
+                        sleep_s = await self._look(calls)
+                        if sleep_s > 0 and not self._stopping:
+                            await self._wakeup.wait(sleep_s)
                 calls.cancel_scope.deadline = anyio.current_time() + self._drain_s
             self._is_drained.set()
             self._settle_bell.ring()
@@ -100,6 +104,8 @@ class Worker:
         most = {type_: self._handlers[type_].spec.max_attempts for type_ in limits}
         due_s: float | None = None
         try:
+            if "claim_failed" in self._away and self._running:  # after an outage our own leases come first
+                await self._jobs.extend(list(self._running.values()))
             claimed = await self._jobs.claim(limits, most)
             if not claimed:
                 due_s = await self._jobs.next_due_s(list(limits))
@@ -115,8 +121,10 @@ class Worker:
         for type_ in limits:
             spec = self._handlers[type_].spec
             mine = [job for job in claimed if job.type == type_]
-            for start in range(0, len(mine), spec.batch):
-                batch = mine[start : start + spec.batch]
+            trusted = [job for job in mine if not job.is_suspect]
+            batches = [[job] for job in mine if job.is_suspect]
+            batches += [trusted[start : start + spec.batch] for start in range(0, len(trusted), spec.batch)]
+            for batch in batches:
                 self._running.update((job.id, job) for job in batch)
                 self._calls[type_] += 1
                 calls.start_soon(self._run_call, self._handlers[type_], batch)
@@ -157,35 +165,21 @@ class Worker:
         self._end(list(zip(batch, outcomes, strict=True)), started)
 
     async def _outcomes_of(self, bound: Bound, batch: list[Job]) -> list[Outcome]:
-        """Run the handler and turn every ending into a value; the one broad catch of this program.
+        """Run the handler and turn every ending into a value.
 
         A batch that fails as a whole is run again one by one, so that one bad job takes no neighbour down.
         """
         lane = bound.spec.lane or batch[0].type
-        scope = None
-        try:
-            with anyio.fail_after(bound.spec.timeout_s) as scope:
-                returned = await bound.call(batch if bound.spec.batch > 1 else batch[0])
-        except anyio.get_cancelled_exc_class() as exc:
-            if anyio.current_effective_deadline() == -math.inf:
-                raise
-            problem: BaseException = exc  # nobody cancelled us: a task that the handler waited for was
-        except (Exception, SystemExit) as exc:
-            problem = _heart_of(exc)
-        else:
+        returned, problem = await _call(bound, batch)
+        if problem is None:
             self._outages.pop(lane, None)
             return [job.outcome or _ending_of(returned) for job in batch]
         if isinstance(problem, Unavailable):
             return self._pause(lane, batch, problem)
         if isinstance(problem, StaleClaim):  # settling will find the token changed, and say so
             return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
-        ending: Outcome
-        if isinstance(problem, Permanent):
-            ending = Dead(problem.code, str(problem))
-        elif isinstance(problem, TimeoutError) and scope is not None and scope.cancelled_caught:
-            ending = Failed("timeout", f"longer than {bound.spec.timeout_s:g} s")
-        else:
-            ending = Failed(type(problem).__name__, _where(problem))
+        ending = _ending_after(problem)
+        if isinstance(ending, Failed) and not isinstance(problem, _TooSlow):
             self._log.error(
                 "handler_error", type=batch[0].type, error_code=ending.code, at=ending.message, jobs=len(batch)
             )
@@ -203,7 +197,9 @@ class Worker:
     def _pause(self, lane: str, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
         if exc.retry_after_s is not None:
-            delay_s = min(max(0.0, exc.retry_after_s), _MOST_RETRY_AFTER_S)
+            delay_s = min(
+                max(_FIRST_PAUSE_S, exc.retry_after_s), _MOST_RETRY_AFTER_S
+            )  # "at once", for ever, would spin
         else:
             longest_s = min(_FIRST_PAUSE_S * 2.0 ** self._outages[lane], _MOST_PAUSE_S)
             delay_s = longest_s * random.uniform(0.75, 1.0)  # noqa: S311  # jitter
@@ -236,7 +232,8 @@ class Worker:
                 self._away.discard("settle_failed")
                 delay_s = 0.1
                 for job, _, _ in batch:
-                    self._running.pop(job.id, None)
+                    if self._running.get(job.id) is job:  # and not a later claim of the same one
+                        del self._running[job.id]
                 self._tell(batch, settled)
             elif self._is_drained.is_set():
                 self._settled.set()
@@ -245,7 +242,9 @@ class Worker:
                 await self._settle_bell.wait(self._poll_s)
 
     def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Ending]) -> None:
-        alike: dict[tuple[str, float, str | None], list[Job]] = {}  # a batch's successes are one line, and so is its rest
+        alike: dict[
+            tuple[str, float, str | None], list[Job]
+        ] = {}  # a batch's successes are one line, and so is its rest
         for job, outcome, elapsed_ms in batch:
             ending = settled.get(job.id)
             if isinstance(outcome, Settled) or (isinstance(outcome, Done) and ending is not None):
@@ -266,7 +265,11 @@ class Worker:
 
     def _tell_one(self, job: Job, outcome: Outcome, elapsed_ms: float, ending: Ending | None) -> None:
         log = self._log.bind(
-            job_id=job.id, type=job.type, tenant_id=job.tenant_id, attempt=job.attempts, duration_ms=round(elapsed_ms, 1)
+            job_id=job.id,
+            type=job.type,
+            tenant_id=job.tenant_id,
+            attempt=job.attempts,
+            duration_ms=round(elapsed_ms, 1),
         )
         code, message = getattr(outcome, "code", None), getattr(outcome, "message", None)
         if ending is None:
@@ -288,6 +291,26 @@ class Worker:
                     self._missed("heartbeat_failed", exc)  # the next beat tries again, well before the lease ends
                 else:
                     self._away.discard("heartbeat_failed")
+
+
+class _TooSlow(Exception):
+    """The handler took longer than its timeout."""
+
+
+async def _call(bound: Bound, batch: list[Job]) -> tuple[object, BaseException | None]:
+    """What the handler returned, or what went wrong; the one broad catch of this program."""
+    scope = anyio.CancelScope()
+    try:
+        with anyio.fail_after(bound.spec.timeout_s) as scope:
+            return await bound.call(batch if bound.spec.batch > 1 else batch[0]), None
+    except anyio.get_cancelled_exc_class() as exc:
+        if anyio.current_effective_deadline() == -math.inf:
+            raise
+        return None, exc  # nobody cancelled us: a task that the handler waited for was
+    except (Exception, SystemExit) as exc:  # noqa: BLE001
+        if isinstance(exc, TimeoutError) and scope.cancelled_caught:
+            return None, _TooSlow(f"longer than {bound.spec.timeout_s:g} s")
+        return None, _heart_of(exc)
 
 
 def _heart_of(exc: BaseException) -> BaseException:
@@ -314,6 +337,14 @@ def _ending_of(returned: object) -> Outcome:
     if isinstance(returned, Snooze):
         return returned
     return Done(returned if isinstance(returned, dict) else None)
+
+
+def _ending_after(problem: BaseException) -> Failed | Dead:
+    if isinstance(problem, Permanent):
+        return Dead(problem.code, str(problem))
+    if isinstance(problem, _TooSlow):
+        return Failed("timeout", str(problem))
+    return Failed(type(problem).__name__, _where(problem))
 
 
 def _where(exc: BaseException) -> str:

@@ -49,6 +49,9 @@ begin
                 using errcode = '42501', hint = format('as an administrator: create role %I nologin (unless it exists), grant %1$I to %I',
                     v_role, current_user);
         end if;
+        if not v_usable then
+            raise warning '% may not be made or used here: % plays its part too, under the same policies', v_role, current_user;
+        end if;
         v_parts := v_parts || jsonb_build_object(v_role, case when v_usable then v_role else current_user end);
     end loop;
     execute format('create or replace function reactor.worker_role() returns name language sql immutable '
@@ -122,6 +125,18 @@ begin
 end
 $$;
 
+-- Makes an index unless it is there; `create index if not exists` would first lock producers out, and then look.
+create or replace procedure reactor.put_index(p_index text, p_statement text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if to_regclass(p_index) is null then
+        execute p_statement;
+    end if;
+end
+$$;
+
 -- Row level security, enabled and forced, with the policies of its class:
 --   queue     ids and numbers: the owner sees all rows, the worker its tenant's, the definer may insert
 --   content   tenants' text and vectors: the worker sees its tenant's, and nobody anything else
@@ -175,7 +190,7 @@ create table if not exists reactor.alerts (
     seen_at timestamptz not null default now(),
     resolved_at timestamptz
 );
-create unique index if not exists alerts_open on reactor.alerts (cause, subject) where resolved_at is null;
+call reactor.put_index('reactor.alerts_open', $$create unique index alerts_open on reactor.alerts (cause, subject) where resolved_at is null$$);
 call reactor.protect('reactor.alerts', 'registry');
 
 -- Opens an alert, or counts one more occurrence of the open one. True when it is new.

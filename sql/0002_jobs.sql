@@ -28,6 +28,7 @@ create table if not exists reactor.jobs (
     locked_by text,
     lease_until timestamptz,
     claim_token uuid,
+    is_suspect boolean not null default false,  -- its lease ran out: it may have killed its worker, so it runs alone
     result jsonb,
     last_error text,
     notes jsonb not null default '{}',
@@ -35,13 +36,12 @@ create table if not exists reactor.jobs (
     updated_at timestamptz not null default now()
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02);
 
-create index if not exists jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed');
-create index if not exists jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id)
-    where status in ('pending', 'failed') and dedupe_key is not null;
-create unique index if not exists jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running';
-create index if not exists jobs_leases on reactor.jobs (lease_until) where status = 'running';
-create index if not exists jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead');
-create index if not exists jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead';
+call reactor.put_index('reactor.jobs_due', $$create index jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed')$$);
+call reactor.put_index('reactor.jobs_waiting_twins', $$create index jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id) where status in ('pending', 'failed') and dedupe_key is not null$$);
+call reactor.put_index('reactor.jobs_running_once', $$create unique index jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running'$$);
+call reactor.put_index('reactor.jobs_leases', $$create index jobs_leases on reactor.jobs (lease_until) where status = 'running'$$);
+call reactor.put_index('reactor.jobs_ended', $$create index jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead')$$);
+call reactor.put_index('reactor.jobs_dead', $$create index jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead'$$);
 
 call reactor.protect('reactor.jobs', 'queue');
 
@@ -93,14 +93,14 @@ as $$
     select make_interval(secs => (array[60, 300, 900, 3600, 21600])[least(greatest($1, 1), 5)] * (0.9 + 0.2 * random()))
 $$;
 
--- Leases up to p_limits[i] due jobs of p_types[i], oldest first. Expired leases are returned to the queue first.
+-- Leases up to p_limits[i] due jobs of p_types[i], oldest first. Expired leases are returned to the queue first; of the
+-- suspects they leave, one of a type runs at a time (the caller gives it a call of its own), beside the others.
 -- p_max_attempts[i], where there is one, becomes the max_attempts of what is claimed.
 -- Claims take turns (one advisory lock, held for this call only), so that two never collapse the same twins crosswise.
 -- An empty set means nothing is due.
-drop function if exists reactor.claim_jobs(text[], int[], text, interval, timestamptz);
 create or replace function reactor.claim_jobs(
     p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null,
-    p_now timestamptz default clock_timestamp()
+    p_now timestamptz default null
 ) returns setof reactor.jobs
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -109,22 +109,42 @@ declare
     i int;
 begin
     perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
+    p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
     perform reactor.release_expired_jobs(p_now);
     for i in 1 .. cardinality(p_types) loop
         continue when p_limits[i] <= 0;
         return query
-        with due as materialized (
+        with suspect as materialized (
             select j.id, j.tenant_id, j.dedupe_key
             from reactor.jobs j
-            where j.type = p_types[i] and j.status in ('pending', 'failed') and j.run_after <= p_now
+            where j.type = p_types[i] and j.status in ('pending', 'failed') and j.is_suspect and j.run_after <= p_now
+                and not exists (
+                    select from reactor.jobs r
+                    where r.status = 'running' and r.type = j.type
+                        and (r.is_suspect or r.tenant_id = j.tenant_id and r.dedupe_key = j.dedupe_key)
+                )
+            order by j.run_after, j.id
+            limit 1
+            for update skip locked
+        ), ready as materialized (
+            select j.id, j.tenant_id, j.dedupe_key
+            from reactor.jobs j
+            where j.type = p_types[i] and j.status in ('pending', 'failed') and not j.is_suspect and j.run_after <= p_now
                 and not exists (
                     select from reactor.jobs r
                     where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type
                         and r.dedupe_key = j.dedupe_key
                 )
+                and not exists (
+                    select from reactor.jobs s
+                    where s.status in ('pending', 'failed') and s.tenant_id = j.tenant_id and s.type = j.type
+                        and s.dedupe_key = j.dedupe_key and s.is_suspect and s.run_after <= p_now
+                )
             order by j.run_after, j.id
-            limit p_limits[i]
+            limit p_limits[i] - (select count(*) from suspect)
             for update skip locked
+        ), due as (
+            select * from suspect union all select * from ready
         ), twin as materialized (
             select t.id, t.tenant_id, t.dedupe_key, t.payload, t.run_after <= p_now as is_due
             from reactor.jobs t
@@ -157,7 +177,8 @@ begin
 end
 $$;
 
--- Jobs whose lease has run out: due again at once, or dead after the last attempt. Returns how many.
+-- Jobs whose lease has run out: due again at once, as suspects. The attempt counts only for one that ran as a suspect: the
+-- others were merely beside it. Returns how many.
 create or replace function reactor.release_expired_jobs(p_now timestamptz default clock_timestamp()) returns int
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -175,19 +196,18 @@ begin
     if v_ids is null then
         return 0;
     end if;
-    perform reactor.settle_jobs(v_ids, v_tokens, array_fill('failed'::text, array[cardinality(v_ids)]), null,
+    perform reactor.settle_jobs(v_ids, v_tokens, array_fill('expired'::text, array[cardinality(v_ids)]), null,
         array_fill('lease_expired: the worker went silent'::text, array[cardinality(v_ids)]),
         array_fill(0::float8, array[cardinality(v_ids)]), p_now);
     return cardinality(v_ids);
 end
 $$;
 
--- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead.
+-- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead, expired (see release_expired_jobs).
 -- A failed one waits p_delays[i] seconds (null: the backoff), or is dead when that was its last attempt; a snoozed one
 -- waits p_delays[i] seconds and gets its attempt back. Returns what each became; a job whose claim token is no longer
 -- the given one is not touched and not returned. Dead ones open an alert a type and error code; opened_alert names it
 -- on one of the jobs that made it new.
-drop function if exists reactor.settle_jobs(bigint[], uuid[], text[], jsonb[], text[], float8[], timestamptz);
 create or replace function reactor.settle_jobs(
     p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null, p_errors text[] default null,
     p_delays float8[] default null, p_now timestamptz default clock_timestamp()
@@ -204,14 +224,16 @@ begin
     ), settled as (
         update reactor.jobs j
         set status = case
-                when e.ending = 'snoozed' then 'pending'
-                when e.ending = 'failed' and j.attempts >= j.max_attempts then 'dead'
+                when e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect then 'pending'
+                when e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
+                when e.ending = 'expired' then 'failed'
                 else e.ending
             end,
-            attempts = j.attempts - (e.ending = 'snoozed')::int,
-            run_after = case e.ending
-                when 'snoozed' then p_now + make_interval(secs => e.delay_s)
-                when 'failed' then p_now + coalesce(make_interval(secs => e.delay_s), reactor.backoff(j.attempts))
+            attempts = j.attempts - (e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect)::int,
+            is_suspect = e.ending = 'expired',
+            run_after = case
+                when e.ending = 'snoozed' then p_now + make_interval(secs => e.delay_s)
+                when e.ending in ('failed', 'expired') then p_now + coalesce(make_interval(secs => e.delay_s), reactor.backoff(j.attempts))
                 else j.run_after
             end,
             result = e.result, last_error = coalesce(e.error, j.last_error),

@@ -46,7 +46,7 @@ create table if not exists reactor.tombstones (
     version bigint not null,
     created_at timestamptz not null default now()
 );
-create index if not exists tombstones_by_row on reactor.tombstones (tenant_id, source, source_id);
+call reactor.put_index('reactor.tombstones_by_row', $$create index tombstones_by_row on reactor.tombstones (tenant_id, source, source_id)$$);
 
 -- Rows that cannot be remembered because their tenant or id is null, empty or over 200 characters.
 create table if not exists reactor.rejected (
@@ -59,7 +59,7 @@ create table if not exists reactor.rejected (
     id_hash text,
     created_at timestamptz not null default now()
 );
-create index if not exists rejected_by_time on reactor.rejected (created_at);
+call reactor.put_index('reactor.rejected_by_time', $$create index rejected_by_time on reactor.rejected (created_at)$$);
 
 call reactor.protect('reactor.tombstones', 'queue');
 call reactor.protect('reactor.sources', 'registry');
@@ -299,8 +299,9 @@ begin
         concat_ws(' ', s.embed, s.language));
     -- The table's name stands between v_from's two halves when the function runs.
     v_from := format('%L || (select o.relation from reactor.sources o where o.id = %s) || %L', ' from ', p_source, format(' as %I where %s', s.alias, v_when));
-    v_mine := format(' and %I.%s %s $1::%s', s.alias, v_tenant, reactor.operator_of(reactor.type_of(s.relation, s.tenant_column), '='),
-        format_type(reactor.type_of(s.relation, s.tenant_column), -1));
+    -- As text too: 1.0 and 1.00, or A and a, are one value to some types and two tenants to us.
+    v_mine := format(' and %1$I.%2$s %3$s $1::%4$s and %1$I.%2$s::text = $1', s.alias, v_tenant,
+        reactor.operator_of(reactor.type_of(s.relation, s.tenant_column), '='), format_type(reactor.type_of(s.relation, s.tenant_column), -1));
     v_ids := format('%s and %I.%s %s any ($2::text[]::%s[])', v_mine, s.alias, v_id,
         reactor.operator_of(reactor.type_of(s.relation, s.id_column), '='), v_id_type);
     for v_routine in
@@ -637,7 +638,7 @@ begin
         excluded.id_column, excluded.time_column, excluded.title_column, excluded.format_column, excluded.status_column,
         excluded.metrics_column, excluded.slides_column, excluded.metadata_columns, excluded.role_column, excluded.conversation_column,
         excluded.agent_column, excluded.kind_column, excluded.condition, excluded.embed, excluded.language, excluded.notify,
-        case when p_backfill or s.detached_at is not null then excluded.expected_since else s.expected_since end, null)
+        case when p_backfill then null else s.expected_since end, null)
     returning * into v_new;
     perform reactor.install_source(v_new.id);
     -- Rows that are to be there, and rows that read otherwise than before.

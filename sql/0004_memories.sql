@@ -31,7 +31,7 @@ create table if not exists reactor.memories (
     created_at timestamptz not null default now(),
     unique (tenant_id, source, source_id, chunk)
 );
-create index if not exists memories_recent on reactor.memories (tenant_id, occurred_at desc, id desc) where chunk = 0;
+call reactor.put_index('reactor.memories_recent', $$create index memories_recent on reactor.memories (tenant_id, occurred_at desc, id desc) where chunk = 0$$);
 call reactor.protect('reactor.memories', 'content');
 
 -- What agents write down themselves (Memory.remember): a source like any other.
@@ -43,7 +43,7 @@ create table if not exists reactor.notes (
     metadata jsonb not null default '{}',
     created_at timestamptz not null default now()
 );
-create index if not exists notes_by_tenant on reactor.notes (tenant_id, id);
+call reactor.put_index('reactor.notes_by_tenant', $$create index notes_by_tenant on reactor.notes (tenant_id, id)$$);
 call reactor.protect('reactor.notes', 'content');
 do $$
 begin
@@ -358,6 +358,8 @@ set search_path = pg_catalog, pg_temp
 as $$
     update reactor.sources set unseen = array(select u from unnest(unseen) u where not u::oid::text = any ($2)) where id = $1 and $2 <> '{}';
     delete from reactor.tombstones where tenant_id = '' and source = $1 and version <= $3 and $4;
+    select reactor.enqueue_job('reconcile', jsonb_build_object('source', $1, 'expected', true), '', 'source:' || $1,
+        now() + interval '5 s', 'upkeep', 5) where $3 is not null and not $4;
     select reactor.ring();
 $$;
 
@@ -418,3 +420,27 @@ returns table (source_table regclass, enqueued bigint, orphans bigint, triggers_
 language sql
 set search_path = pg_catalog, pg_temp
 as $$ select * from reactor.reconcile_sources($1) $$;
+
+-- Deletes up to p_limit ended things older than p_keep: done jobs, rejected rows, resolved alerts; returns how many. Closes
+-- the alerts of dead jobs that are none any more.
+create or replace function reactor.prune(p_keep interval, p_limit int) returns bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    with cured as (
+        update reactor.alerts a set resolved_at = now()
+        where a.cause = 'dead_jobs' and a.resolved_at is null and not exists (
+            select from reactor.jobs j where j.status = 'dead' and j.type || ' ' || split_part(j.last_error, ':', 1) = a.subject)
+    ), jobs as (
+        delete from reactor.jobs where id in (
+            select id from reactor.jobs where status = 'done' and status in ('done', 'dead') and updated_at < now() - $1 limit $2)
+        returning 1
+    ), rejected as (
+        delete from reactor.rejected where id in (select id from reactor.rejected where created_at < now() - $1 limit $2)
+        returning 1
+    ), alerts as (
+        delete from reactor.alerts where id in (select id from reactor.alerts where resolved_at < now() - $1 limit $2)
+        returning 1
+    )
+    select (select count(*) from jobs) + (select count(*) from rejected) + (select count(*) from alerts)
+$$;

@@ -20,9 +20,8 @@ as $$
     join reactor.memories m on m.tenant_id = t.tenant_id and m.source = t.source and m.source_id = t.source_id and m.version < t.version
     where t.tenant_id = $1
     union all
-    select m.id from reactor.tombstones t
+    select m.id from (select source, max(version) as version from reactor.tombstones where tenant_id = '' group by source) t
     join reactor.memories m on m.tenant_id = $1 and m.source = t.source and m.version < t.version
-    where t.tenant_id = ''
 $$;
 
 -- The best memories of a tenant for a question, at most one a source row, best first, by words (p_query), by meaning

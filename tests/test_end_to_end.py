@@ -8,7 +8,9 @@ from reactor import Memory
 
 
 async def test_a_row_inserted_is_found_by_a_portuguese_question(settings, conn):
-    await conn.execute("insert into posts (tenant_id, title, body) values ('acme', 'Café', 'O melhor horário para postar é às nove da manhã')")
+    await conn.execute(
+        "insert into posts (tenant_id, title, body) values ('acme', 'Café', 'O melhor horário para postar é às nove da manhã')"
+    )
     await conn.execute("insert into posts (tenant_id, body) values ('acme', 'Pão de queijo quentinho saindo do forno')")
 
     async with running_reactor(settings), Memory.open(settings=settings) as memory:
@@ -23,7 +25,9 @@ async def test_a_row_inserted_is_found_by_a_portuguese_question(settings, conn):
 
 
 async def test_an_edit_replaces_the_memory_and_a_delete_removes_it(settings, conn):
-    await conn.execute("insert into posts (tenant_id, body) values ('acme', 'Promoção de bolo de cenoura'), ('acme', 'Vaga para confeiteiro')")
+    await conn.execute(
+        "insert into posts (tenant_id, body) values ('acme', 'Promoção de bolo de cenoura'), ('acme', 'Vaga para confeiteiro')"
+    )
 
     async with running_reactor(settings), Memory.open(settings=settings) as memory:
         await drained(conn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import anyio
 import pytest
@@ -89,8 +90,6 @@ HANDLERS = {"call": call}
         url = "http://{}:{}/".format(*runner.addresses[0])
 
         async with running_reactor(make_settings(database_url=dsn, handlers=folder)):
-            import sys
-
             session_of = sys.modules["reactor_own_handlers.call"].SESSIONS
             result = await result_of(
                 conn, await conn.fetchval("select reactor.enqueue('call', $1, 'acme')", {"url": url})
@@ -119,11 +118,6 @@ HANDLERS = {"count": count}
             result = await result_of(conn, await conn.fetchval("select reactor.enqueue('count', '{}', 'acme')"))
 
         assert result == {"memories": 2, "as": "reactor_worker"}
-
-    async def test_the_contracts_words_are_importable(self):
-        from reactor import Handler, Job, Memory, Permanent, Snooze, Unavailable, tenant
-
-        assert all([Handler, Job, Memory, Permanent, Snooze, Unavailable, tenant])
 
 
 async def _hello(_request):

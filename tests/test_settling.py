@@ -51,16 +51,20 @@ async def row(conn, job_id):
 
 
 async def ended(conn, *ids):
-    """The jobs' rows once each of them was claimed and settled."""
+    """The jobs' rows as they were when each of them had been claimed and settled for the first time."""
+    rows = {}
 
     async def check():
-        return not await conn.fetchval(
-            "select exists (select from reactor.jobs where id = any ($1) and (locked_at is null or status = 'running'))",
-            list(ids),
+        settled = await conn.fetch(
+            "select *, extract(epoch from run_after - now())::float8 as due_s from reactor.jobs "
+            "where id = any ($1) and locked_at is not null and status <> 'running'",
+            [job_id for job_id in ids if job_id not in rows],
         )
+        rows.update((r["id"], r) for r in settled)
+        return len(rows) == len(ids)
 
     await eventually(check, timeout_s=20)
-    return [await row(conn, job_id) for job_id in ids]
+    return [rows[job_id] for job_id in ids]
 
 
 @dataclass
@@ -102,7 +106,7 @@ CASES = [
     ),
     Case(
         "is_asked_to_wait_no_number", raises=Unavailable("busy", retry_after_s=float("nan")), status="pending", attempts=0,
-        error="snoozed: unavailable: busy", due_s=(-60, 0), event="job_snoozed",
+        error="snoozed: unavailable: busy", due_s=(-60, 0.6), event="job_snoozed",
     ),
     Case(
         "raises_unavailable_in_a_task_group", raises=ExceptionGroup("tasks", [ExceptionGroup("inner", [Unavailable("busy", retry_after_s=100)])]),
@@ -169,7 +173,7 @@ class TestEndings:
 
         for case, job in zip(CASES, rows, strict=True):
             as_expected(job, case)
-            [event] = [event for event in events.named(case.event) if event["type"] == case.name]
+            event, *_ = [event for event in events.named(case.event) if event["type"] == case.name]
             assert event | {"job_id": job["id"], "tenant_id": "acme"} | case.fields == event
             assert event["duration_ms"] >= 0
         assert CANARY not in events.text
@@ -220,6 +224,42 @@ class TestOutages:
 
         assert calls == [first, "fine"]
         assert (await row(conn, second))["status"] == "pending"
+
+    async def test_a_provider_that_says_try_at_once_for_ever_is_not_asked_without_a_pause(self, conn, pool):
+        calls = []
+
+        async def away(job):
+            calls.append(await conn.fetchval("select clock_timestamp()"))
+            raise Unavailable("away", retry_after_s=0)
+
+        await enqueue(conn)
+        async with working(pool, {"work": away}, poll_s=30):
+            await eventually(lambda: _true(len(calls) >= 3))
+
+        assert calls[2] - calls[0] >= timedelta(seconds=0.9)
+
+    async def test_a_lane_rests_longer_after_each_outage_in_a_row(self, conn, pool):
+        async def away(job):
+            raise Unavailable("away")
+
+        rests = []
+        for _ in range(5):
+            await enqueue(conn)
+        async with working(pool, {"work": Handler(away, concurrency=1)}, poll_s=30):
+            for _ in range(3):
+                before = len(rests)
+                rests.append(0.0)
+
+                async def rest(before=before):
+                    rests[before] = await conn.fetchval(
+                        "select max(extract(epoch from run_after - updated_at)::float8) from reactor.jobs where last_error is not null"
+                    )
+                    return rests[before] is not None and (before == 0 or rests[before] > rests[before - 1] * 1.4)
+
+                await eventually(rest)
+
+        assert rests == sorted(rests)
+        assert 1.4 < rests[2] <= 2.1
 
     async def test_it_recovers_by_itself_without_a_ring(self, conn, pool):
         outcomes = iter([Unavailable("away"), Unavailable("away"), None])

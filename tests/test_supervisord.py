@@ -22,11 +22,22 @@ def supervised(dsn, tmp_path):
     (tmp_path / ".venv").symlink_to(sys.prefix)
     environment = {**os.environ, "DATABASE_URL": dsn, "VOYAGE_API_KEY": "", "REACTOR_POLL_S": "1"}
     daemon = subprocess.Popen(
-        [PROGRAMS / "supervisord", "-c", "supervisord.conf"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [PROGRAMS / "supervisord", "-c", "supervisord.conf"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
     def control(*words: str) -> str:
-        return subprocess.run([PROGRAMS / "supervisorctl", "-c", "supervisord.conf", *words], cwd=tmp_path, text=True, capture_output=True, check=False).stdout
+        return subprocess.run(
+            [PROGRAMS / "supervisorctl", "-c", "supervisord.conf", *words],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            check=False,
+        ).stdout
 
     yield control
     control("shutdown")

@@ -40,11 +40,11 @@ from voyage_stub import (
 )
 
 from reactor import voyage as module
+from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.local_model import LocalEmbedder
 from reactor.models import open_embedder
-from reactor.voyage import VoyageEmbedder
-from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.settings import Settings
+from reactor.voyage import VoyageEmbedder
 
 TEXTS = [f"texto número {i} sobre café" for i in range(5)]
 SECRET = "pa-chave-muito-secreta"

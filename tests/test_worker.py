@@ -81,9 +81,9 @@ class Wire:
             next(ear)
         with contextlib.suppress(OSError, asyncio.CancelledError):
             while data := await reader.read(65536):
-                await self._flows.wait()
                 if ear is not None:
                     ear.send(data)
+                await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
 
@@ -410,11 +410,12 @@ class TestStopping:
         answer = anyio.Event()
         async with voyage_stub() as stub, wire_to(dsn) as wire:
             stub.always(late(answer))
-            async with reactor_of(wire.dsn, stub, REACTOR_DRAIN_S="1") as output:
+            async with reactor_of(wire.dsn, stub, REACTOR_DRAIN_S="1", REACTOR_POLL_S="0.3") as output:
                 await insert_posts(conn, 1)
                 with anyio.fail_after(30):
                     await stub.received(1)
                 wire.freeze()
+                await _looks(wire, 1)  # and waits for an answer
                 answer.set()
                 output.process.send_signal(signal.SIGTERM)
                 code = await output.exited(timeout_s=60)
@@ -558,16 +559,19 @@ class TestDying:
         async with voyage_stub() as stub:
             stub.fail_next(late(answer))
             async with reactor_of(dsn, stub, REACTOR_LEASE_S="1") as frozen:
-                await conn.execute("insert into posts (tenant_id, body) values ('acme', 'velho')")
+                await conn.execute("insert into posts (tenant_id, body) values ('acme', 'velho'), ('acme', 'apagado')")
                 with anyio.fail_after(30):
                     await stub.received(1)
                 frozen.process.send_signal(signal.SIGSTOP)
-                await conn.execute("update posts set body = 'novo'")
+                await conn.execute("update posts set body = 'novo' where body = 'velho'")
+                await conn.execute(
+                    "delete from posts where body = 'apagado'"
+                )  # a late write would bring it back for ever
                 async with reactor_of(dsn, stub, REACTOR_LEASE_S="1") as other:
                     await eventually(lambda: _is(remembered(conn), ["novo"]))
                     other.process.send_signal(signal.SIGTERM)
                     assert await other.exited() == 0
-                await drained(conn)
+                assert await conn.fetchval("select count(*) from reactor.tombstones") == 0
                 frozen.process.send_signal(signal.SIGCONT)
                 answer.set()
                 await frozen.saw("claim_lost")
