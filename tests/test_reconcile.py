@@ -8,7 +8,7 @@ from unittest import mock
 import anyio
 import asyncpg
 import pytest
-from conftest import connect
+from conftest import connect, make_settings
 from producing import owed, removed, role, settle_all, warnings_of
 
 from reactor import db, sources
@@ -32,7 +32,7 @@ async def work(pool):
     ended = []
     while claimed := await queue.claim({"sync_row": 1000, "reconcile": 10}):
         for job in [job for job in claimed if job.type == "reconcile"]:
-            result = await handlers["reconcile"].function(job, pool=pool, log=mock.Mock())
+            result = await handlers["reconcile"].function(job, pool=pool, log=mock.Mock(), settings=make_settings())
             await pool.execute("select reactor.complete_jobs($1, $2, $3)", [job.id], [job.claim_token], [result])
         if rows := [job for job in claimed if job.type == "sync_row"]:
             await handlers["sync_row"].function(rows, pool=pool, embedders=None)
@@ -548,3 +548,31 @@ async def test_a_look_at_a_source_does_not_scan_the_history_of_jobs(conn, docs):
 
     await conn.execute("select pg_stat_force_next_flush()")
     assert await conn.fetchval("select seq_scan from pg_stat_user_tables where relname = 'jobs'") == before
+
+
+async def test_tenants_that_are_equal_to_their_type_but_not_as_text_stay_apart(conn):
+    await conn.execute("create table prices (id int primary key, tenant_id numeric, body text)")
+    await conn.execute("select reactor.attach('prices', 'x', '{body}', time_column => null, backfill => true)")
+    await conn.execute("insert into prices values (1, 1.0, 'um'), (2, 1.00, 'outro')")
+    await conn.execute("delete from reactor.jobs")
+
+    await conn.execute("select reactor.reconcile('prices')")
+
+    owed = await conn.fetch(
+        "select tenant_id, payload ->> 'id' as id from reactor.jobs where type = 'sync_row' order by id"
+    )
+    assert [tuple(job) for job in owed] == [("1.0", "1"), ("1.00", "2")]
+
+
+async def test_a_truncate_beside_a_running_job_is_looked_at_again(conn):
+    await conn.execute("insert into posts (tenant_id, body) values ('acme', 'bolo')")
+    await conn.fetch("select * from reactor.claim_jobs('{sync_row}', '{10}', 'busy', '1 hour')")
+    await conn.execute("truncate posts")
+    await conn.execute("update reactor.jobs set status = 'done' where type = 'reconcile'")
+    source = await conn.fetchval("select id from reactor.sources where relation = 'posts'::regclass")
+
+    start = await conn.fetchrow("select * from reactor.start_reconcile($1)", source)
+    await conn.execute("select reactor.end_reconcile($1, $2, $3, $4)", source, *start.values())
+
+    assert start["buries_all"] is False
+    assert await conn.fetchval("select count(*) from reactor.jobs where type = 'reconcile' and status = 'pending'") == 1
