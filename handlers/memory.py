@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -23,6 +23,7 @@ from reactor.text import Chunk, chunk, is_blank
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 _NO_EMBEDDER_S = 300.0
+_LONG_CHUNKS = 64  # about 90,000 characters
 # Each asked-for row as it stands, its tombstone, and what is remembered of it, from one snapshot. In one statement: a
 # full batch of many tenants waits for round trips more than for anything else here. No row: there is no such source.
 _ROWS = """
@@ -99,17 +100,27 @@ async def sync_rows(jobs: list[Job], *, pool: Pool, embedders: Embedders) -> Non
             await _read(group, pool, embedders)
         except Exception as exc:  # noqa: BLE001  # raised below
             group.failure = exc
-    await _embed([group for group in groups if group.failure is None])
-    for group in groups:
-        if group.failure is None:
-            try:
-                await _write(group, pool)
-            except Exception as exc:  # noqa: BLE001  # raised below
-                group.failure = exc
+    long = [_split_off_long_rows(group) for group in groups]
+    for part in (groups, long):  # a book in the batch does not keep its neighbours waiting
+        await _embed([group for group in part if group.failure is None])
+        for group in part:
+            if group.failure is None:
+                try:
+                    await _write(group, pool)
+                except Exception as exc:  # noqa: BLE001  # raised below
+                    group.failure = exc
+    groups += long
     failures = [group.failure for group in groups if group.failure is not None]
     failures.sort(key=lambda exc: not isinstance(exc, Unavailable))  # in an outage nothing else can be told
     if failures:
         raise failures[0]
+
+
+def _split_off_long_rows(group: _Group) -> _Group:
+    """Take the rows of very many chunks out of a group; returns them as one of their own."""
+    long = {source_id: row for source_id, row in group.rows.items() if len(row.chunks) > _LONG_CHUNKS}
+    group.rows = {source_id: row for source_id, row in group.rows.items() if source_id not in long}
+    return replace(group, rows=long)
 
 
 def _group(jobs: Sequence[Job]) -> list[_Group]:
@@ -223,13 +234,15 @@ async def _embed(groups: Sequence[_Group]) -> None:
             continue
         embedder = theirs[0].embedder
         assert embedder is not None  # noqa: S101  # for the type checker
+        number_of: dict[str, int] = {}  # equal chunks are embedded once
+        numbers = [number_of.setdefault(row.chunks[place].content, len(number_of)) for row, place in wanted]
         try:
-            answer = await embedder.embed_documents([row.chunks[place].content for row, place in wanted])
+            answer = await embedder.embed_documents(list(number_of))
         except Exception as exc:  # noqa: BLE001  # raised by sync_rows
             for group in theirs:
                 group.failure = exc
             continue
-        for index, (row, place) in enumerate(wanted):
+        for index, (row, place) in zip(numbers, wanted, strict=True):
             row.vectors[place] = answer.vectors[index]
             row.embedded += answer.vectors[index] is not None
             row.refused = row.refused or answer.refused.get(index)

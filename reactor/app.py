@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
@@ -25,6 +26,9 @@ from reactor.settings import Settings
 from reactor.worker import Worker
 
 _CLOSE_S = 2.0
+_SWITCH_S = (
+    0.0005  # beside the local model's thread every answer of Postgres waits this long for the interpreter, not 5 ms
+)
 
 
 async def run(settings: Settings, dsn: str) -> None:
@@ -36,6 +40,7 @@ async def run(settings: Settings, dsn: str) -> None:
         Misuse: The environment, the handlers or the database's schema are not what this release needs.
     """
     log = get_log()
+    sys.setswitchinterval(_SWITCH_S)
     workers: list[Worker] = []
     try:
         async with anyio.create_task_group() as tasks:

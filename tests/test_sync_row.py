@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import asynccontextmanager
+from datetime import timedelta
 
 import anyio
+import numpy as np
 import pytest
 from conftest import connect, drained, eventually, make_settings, running_reactor
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from voyage_stub import late, rate_limited, status, voyage_stub
+
+from reactor.embedder import Embeddings
+from reactor.jobs import Jobs
+from reactor.loading import load_handlers
 
 
 @pytest.fixture
@@ -560,3 +566,30 @@ async def test_after_any_sequence_of_changes_the_memories_are_the_table_and_the_
 
     async with running_reactor(voyage):
         await anyio.to_thread.run_sync(check)
+
+
+async def test_a_book_in_the_batch_is_embedded_after_its_neighbours_are_remembered(conn, pool):
+    book = " ".join(f"frase {n}." for n in range(40_000))
+    await conn.execute(
+        "insert into posts (tenant_id, body) values ('acme', $1), ('acme', 'bolo'), ('other', 'bolo')", book
+    )
+    jobs = await Jobs(pool, worker="test", lease=timedelta(seconds=60)).claim({"sync_row": 10})
+    calls = []
+
+    class Watched:
+        model, leaves_machine = "use-multilingual", False
+
+        async def embed_documents(self, texts):
+            calls.append((len(texts), await conn.fetchval("select sum(memories) from reactor.tenants")))
+            vector = np.ones(1024, dtype=np.float32) / 32
+            return Embeddings([vector] * len(texts), {}, 0)
+
+    class One:
+        def of_model(self, _model):
+            return Watched()
+
+    await load_handlers(None)["sync_row"].function(jobs, pool=pool, embedders=One())
+
+    assert calls[0] == (1, None)  # two rows, one text
+    assert calls[1][1] == 2
+    assert calls[1][0] > 64
