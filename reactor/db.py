@@ -45,6 +45,18 @@ _OUT_OF_REACH = (
 )
 
 
+_WHY = {
+    "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
+    "ConnectionRefusedError": "the connection is refused",
+    "InvalidPasswordError": "it refuses the password",
+    "InvalidAuthorizationSpecificationError": "it refuses the role",
+    "InvalidCatalogNameError": "there is no such database",
+    "TooManyConnectionsError": "it has no connection left",
+    "CannotConnectNowError": "it is starting or stopping",
+    "TimeoutError": "it does not answer",
+}
+
+
 @contextmanager
 def reaching(what: str = "Postgres") -> Iterator[None]:
     """Turns "cannot reach it" into Unavailable; a wrong statement stays what it is.
@@ -55,7 +67,8 @@ def reaching(what: str = "Postgres") -> Iterator[None]:
     try:
         yield
     except _OUT_OF_REACH as exc:
-        raise Unavailable(f"{what} is out of reach ({type(exc).__name__})", code="postgres") from exc
+        why = _WHY.get(type(exc).__name__, type(exc).__name__)
+        raise Unavailable(f"{what} is out of reach ({why})", code="postgres") from exc
     except asyncpg.InterfaceError as exc:
         # asyncpg says "closed" with the same class it uses for a wrong argument count.
         if "closed" in str(exc) or "closing" in str(exc) or "released" in str(exc):
