@@ -126,8 +126,12 @@ def up() -> None:
     dsn = _dsn(settings)
     anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
     if settings.database_url is None:
-        shown = dsn if sys.stderr.isatty() else "(its address is shown at a terminal only: it holds the password)"
-        say(f"insert into it with: psql '{shown}'")
+        password = settings.home / "postgres.password"
+        if sys.stderr.isatty():
+            say(f"insert into it with: psql '{dsn}'")
+        else:  # a log keeps no key
+            hidden = dsn.replace(password.read_text(), "***")
+            say(f"insert into it with: psql '{hidden}' (*** stands for what {password} holds)")
     _reactor(settings, dsn)
 
 

@@ -295,7 +295,9 @@ async def test_attach_maps_by_options_and_backfills_what_is_there(dsn, conn):
     )
 
     assert (done.returncode, done.stdout) == (0, "")
-    assert re.fullmatch(r"attached app\.artigos as source \d+\n", done.stderr)
+    assert re.fullmatch(
+        r"attached app\.artigos as source \d+\n\d+ rows enqueued: `reactor run` remembers them\n", done.stderr
+    )
     source = await conn.fetchrow("select * from reactor.sources where relation = 'app.artigos'::regclass")
     assert (source["kind"], source["text_columns"], source["title_column"], source["metadata_columns"]) == (
         "artigo",
@@ -496,6 +498,9 @@ async def test_up_without_a_database_starts_one_of_its_own_and_takes_it_along(ho
                 words = await anyio.to_thread.run_sync(process.stderr.readline)
                 assert words, "it ended early"
         [address] = re.findall(r"psql '(.*)'", words)
+        password = (home / "postgres.password").read_text()
+        assert password not in address
+        address = address.replace("***", password)
         conn = await connect(address)
         await conn.execute(
             "insert into posts (tenant_id, body) values ('sol', 'O melhor horário para postar é às nove da manhã')"
