@@ -313,13 +313,13 @@ def test_a_forked_child_that_exits_does_not_stop_the_server(home):
 
 
 def test_this_process_may_start_twice_stop_and_start_again(home):
-    first = embedded.start(home).dsn
-    assert embedded.start(home).dsn == first
+    first = embedded.start(home)
+    assert embedded.start(home).dsn == first.dsn
 
     embedded.stop(home)
     assert server_of(home) is None
 
-    assert embedded.start(home).dsn == first
+    assert embedded.start(home).dsn == first.dsn
     assert ask(first.dsn, "select 1") == 1
     assert first.dsn not in repr(first)
 
