@@ -94,8 +94,6 @@ class Dead:
 class Settled:
     """The handler settled the job itself, in the transaction of its own writes."""
 
-    result: dict[str, Any] | None = None
-
 
 Outcome = Done | Snooze | Failed | Dead | Settled
 HandlerFunction = Callable[..., Awaitable[Any]]
