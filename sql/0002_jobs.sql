@@ -39,6 +39,7 @@ create table if not exists reactor.jobs (
 call reactor.put_index('reactor.jobs_due', $$create index jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed')$$);
 call reactor.put_index('reactor.jobs_waiting_twins', $$create index jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id) where status in ('pending', 'failed') and dedupe_key is not null$$);
 call reactor.put_index('reactor.jobs_running_once', $$create unique index jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running'$$);
+call reactor.put_index('reactor.jobs_suspects', $$create index jobs_suspects on reactor.jobs (type, run_after, id) where is_suspect and status in ('pending', 'failed')$$);
 call reactor.put_index('reactor.jobs_leases', $$create index jobs_leases on reactor.jobs (lease_until) where status = 'running'$$);
 call reactor.put_index('reactor.jobs_ended', $$create index jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead')$$);
 call reactor.put_index('reactor.jobs_dead', $$create index jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead'$$);
@@ -114,10 +115,14 @@ begin
     for i in 1 .. cardinality(p_types) loop
         continue when p_limits[i] <= 0;
         return query
-        with suspect as materialized (
+        with suspects as materialized (  -- few, by an index of their own
             select j.id, j.tenant_id, j.dedupe_key
             from reactor.jobs j
-            where j.type = p_types[i] and j.status in ('pending', 'failed') and j.is_suspect and j.run_after <= p_now
+            where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
+        ), suspect as materialized (
+            select j.id, j.tenant_id, j.dedupe_key
+            from reactor.jobs j
+            where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
                 and not exists (
                     select from reactor.jobs r
                     where r.status = 'running' and r.type = j.type
@@ -135,11 +140,7 @@ begin
                     where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type
                         and r.dedupe_key = j.dedupe_key
                 )
-                and not exists (
-                    select from reactor.jobs s
-                    where s.status in ('pending', 'failed') and s.tenant_id = j.tenant_id and s.type = j.type
-                        and s.dedupe_key = j.dedupe_key and s.is_suspect and s.run_after <= p_now
-                )
+                and not exists (select from suspects s where s.tenant_id = j.tenant_id and s.dedupe_key = j.dedupe_key)
             order by j.run_after, j.id
             limit p_limits[i] - (select count(*) from suspect)
             for update skip locked
