@@ -146,29 +146,34 @@ begin
             for update skip locked
         ), due as (
             select * from suspect union all select * from ready
-        ), twin as materialized (
-            select t.id, t.tenant_id, t.dedupe_key, t.payload, t.run_after <= p_now as is_due
-            from reactor.jobs t
-            join (select distinct d.tenant_id, d.dedupe_key from due d where d.dedupe_key is not null) k
-                on t.tenant_id = k.tenant_id and t.dedupe_key = k.dedupe_key
-            where t.type = p_types[i] and t.status in ('pending', 'failed')
-            for update of t skip locked
+        ), twin as materialized (  -- key by key: a fresh table without statistics is joined the wrong way round
+            select t.* from (select distinct d.tenant_id, d.dedupe_key from due d where d.dedupe_key is not null) k,
+            lateral (
+                select t.id, t.tenant_id, t.dedupe_key, t.payload, t.run_after <= p_now as is_due
+                from reactor.jobs t
+                where t.tenant_id = k.tenant_id and t.type = p_types[i] and t.dedupe_key = k.dedupe_key
+                    and t.status in ('pending', 'failed') and t.dedupe_key is not null
+                order by t.id  -- the order of the twins' own index, which is then the cheaper one
+                for update skip locked
+            ) t
+        ), family as materialized (  -- windows, not joins: a batch costs what it is long
+            select t.id, t.payload, min(t.id) filter (where t.is_due) over w as lead_id, max(t.id) over w as version
+            from twin t window w as (partition by t.tenant_id, t.dedupe_key)
         ), lead as (
-            select min(t.id) filter (where t.is_due) as id, max(t.id) as version, t.tenant_id, t.dedupe_key
-            from twin t group by t.tenant_id, t.dedupe_key
+            select f.lead_id as id, f.version, f.payload from family f where f.id = f.version
             union all
-            select d.id, d.id, d.tenant_id, null from due d where d.dedupe_key is null
+            select d.id, d.id, null from due d where d.dedupe_key is null
         ), absorbed as (
             update reactor.jobs j
-            set status = 'done', result = jsonb_build_object('merged_into', l.id), updated_at = p_now
-            from twin t join lead l using (tenant_id, dedupe_key)
-            where j.id = t.id and t.id <> l.id
+            set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
+            from family f
+            where j.id = f.id and f.id <> f.lead_id
             returning j.id
         )
         update reactor.jobs j
         set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(p_max_attempts[i], j.max_attempts),
             version = greatest(j.version, l.version),
-            payload = coalesce((select t.payload from twin t where t.id = l.version), j.payload),
+            payload = coalesce(l.payload, j.payload),
             locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = gen_random_uuid(),
             updated_at = p_now
         from lead l
