@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +26,7 @@ from reactor.listener import Listener, Wakeup
 from reactor.loading import bind, load_handlers, wanted_by
 from reactor.log import Log, get_log
 from reactor.models import Embedders
+from reactor.schedules import fire_due
 from reactor.settings import Settings
 from reactor.worker import Worker
 
@@ -29,6 +34,12 @@ _CLOSE_S = 2.0
 _SWITCH_S = (
     0.0005  # beside the local model's thread every answer of Postgres waits this long for the interpreter, not 5 ms
 )
+_CANARY_S = 2.0
+_SCHEDULES_S = 60.0  # the floor under a schedule changed unheard
+_HEALTH_S = 60.0
+_DEAF_S = 30.0  # a listener that reconnects is no news
+_AWAY_S = 300.0  # a lane that rests is no news either
+_SLEPT_S = 2.0  # the wall clock ahead of the monotonic one by this much: the machine slept
 
 
 async def run(settings: Settings, dsn: str) -> None:
@@ -77,8 +88,6 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
     """A worker with its listener and schedule running around it; call `worker.run()` inside."""
     handlers = load_handlers(settings.handlers)
     async with AsyncExitStack() as stack:
-        pool = await db.create_pool(dsn, application="memory-reactor worker", size=settings.pool_size)
-        stack.push_async_callback(_close, pool)
         embedders = Embedders(settings)
         stack.push_async_callback(embedders.aclose)
         if embedders.target is None:
@@ -86,6 +95,16 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
                 "there is nothing to embed with: set VOYAGE_API_KEY, "
                 "or pip install 'memory-reactor[embedded]' for the local model"
             )
+        place = await _wait_for_schema(dsn, log)
+        # Behind a transaction pooler a prepared statement is some other session's.
+        cache = 100 if place.hears else 0
+        application = "memory-reactor worker"
+        pool = await db.create_pool(dsn, application=application, size=settings.pool_size, statement_cache_size=cache)
+        stack.push_async_callback(_close, pool)
+        queue_pool = await db.create_pool(
+            dsn, application=application, size=4, statement_cache_size=cache, resets=False
+        )
+        stack.push_async_callback(_close, queue_pool)
         resources: dict[str, Any] = {
             "pool": pool,
             "embedder": embedders.target,
@@ -99,15 +118,40 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
 
             resources["http"] = await stack.enter_async_context(aiohttp.ClientSession())
         bound = bind(handlers, resources)
-        await _wait_for_schema(pool, log)
-        jobs = Jobs(pool, worker=f"{socket.gethostname()}:{os.getpid()}", lease=timedelta(seconds=settings.lease_s))
-        wakeup = Wakeup()
-        worker = Worker(jobs, bound, wakeup=wakeup, poll_s=settings.poll_s, drain_s=settings.drain_s, log=log)
-        listener = Listener(dsn, {"reactor_wake": lambda _payload: wakeup.ring()}, log=log, on_ready=wakeup.ring)
+        jobs = Jobs(
+            queue_pool,
+            worker=f"{socket.gethostname()}:{os.getpid()}",
+            lease=timedelta(seconds=settings.lease_s),
+            instance=place.instance,
+            snooze_limit=timedelta(days=settings.snooze_limit_d),
+        )
+        wakeup, schedules_bell = Wakeup(), Wakeup()
+
+        def look_at_everything() -> None:
+            wakeup.ring("listener")
+            schedules_bell.ring()
+
+        listener = Listener(
+            dsn,
+            {
+                "reactor_wake": lambda _payload: wakeup.ring("notify"),
+                "reactor_schedules": lambda _payload: schedules_bell.ring(),
+            },
+            notify=jobs.notify,
+            log=log,
+            on_ready=look_at_everything,
+            on_lost=lambda: wakeup.ring("listener"),
+        )
+        worker = Worker(
+            jobs, bound, wakeup=wakeup, watch=listener, poll_s=settings.poll_s, drain_s=settings.drain_s, log=log
+        )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listener.run)
             tasks.start_soon(_warm, embedders.target)
-            tasks.start_soon(_schedule_reconcile, pool, settings.reconcile_s, log)
+            tasks.start_soon(_owe_reconcile, pool, settings.reconcile_s, log)
+            tasks.start_soon(_fire_schedules, pool, schedules_bell, log)
+            tasks.start_soon(_check_health, pool, worker, listener, settings.stuck_s, log)
+            tasks.start_soon(_notice_sleep, (wakeup, schedules_bell))
             log.info("started", model=embedders.target.model, handlers=sorted(bound))
             yield worker
             tasks.cancel_scope.cancel()
@@ -118,7 +162,15 @@ async def _close(pool: db.Pool) -> None:
         await pool.close()
 
 
-async def _wait_for_schema(pool: db.Pool, log: Log) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The database as this process reaches it."""
+
+    instance: str  # what tells it from others
+    hears: bool  # notifications: no transaction pooler stands between
+
+
+async def _wait_for_schema(dsn: str, log: Log) -> _Place:
     """Return once Postgres answers and its schema is ours.
 
     Raises:
@@ -127,14 +179,28 @@ async def _wait_for_schema(pool: db.Pool, log: Log) -> None:
     delay_s = 0.5
     while True:
         try:
-            with db.reaching():
-                async with pool.acquire(timeout=10.0) as conn:
-                    await db.check_schema(conn)
-                    return
+            return await _look_at(dsn)
         except Unavailable as exc:
             log.warning("postgres_awaited", error_code=exc.code, reason=str(exc))
             await anyio.sleep(delay_s)
             delay_s = min(delay_s * 2, 10.0)
+
+
+async def _look_at(dsn: str) -> _Place:
+    async with AsyncExitStack() as stack:
+        ours, other = [await db.connect(dsn, application="memory-reactor worker") for _ in range(2)]
+        for conn in (ours, other):
+            stack.callback(conn.terminate)
+        with db.reaching():
+            await db.check_schema(ours)
+            instance: str = await ours.fetchval("select left(id::text, 8) from reactor.instance")
+            heard, canary = anyio.Event(), f"reactor_canary_{secrets.token_hex(8)}"
+            await ours.add_listener(canary, lambda *_: heard.set())
+            await other.execute("select pg_notify($1, '')", canary)
+            with anyio.move_on_after(_CANARY_S):
+                await heard.wait()
+            await ours.reset()
+        return _Place(instance, heard.is_set())
 
 
 async def _warm(embedder: Embedder) -> None:
@@ -143,20 +209,73 @@ async def _warm(embedder: Embedder) -> None:
         await embedder.warm()
 
 
-async def _schedule_reconcile(pool: db.Pool, every_s: float, log: Log) -> None:
-    """Owe a look at every source `every_s` from now; jobs owed already absorb each other."""
+async def _repeat(
+    what: str, work: Callable[[], Awaitable[float]], log: Log, *, bell: Wakeup | None = None, retry_s: float = 5.0
+) -> None:
+    """Do it, sleep for as long as it says, do it again; an outage is one line."""
+    bell, is_away = bell or Wakeup(), False
     while True:
+        bell.clear()
         try:
-            with db.reaching():
-                async with pool.acquire(timeout=10.0) as conn:
-                    await conn.execute(
-                        "select reactor.enqueue_job('reconcile', '{}', '', 'all', now() + $1, 'upkeep', 5) "
-                        "where not exists (select from reactor.jobs where tenant_id = '' and type = 'reconcile' "
-                        "and dedupe_key = 'all' and status in ('pending', 'failed'))",
-                        timedelta(seconds=every_s),
-                    )
+            sleep_s = await work()
+            is_away = False
         except (Unavailable, asyncpg.PostgresError) as exc:
-            log.warning("schedule_failed", error_code=getattr(exc, "code", type(exc).__name__))
-            await anyio.sleep(min(every_s, 60.0))
-        else:
-            await anyio.sleep(every_s)
+            if not is_away:
+                log.warning("upkeep_failed", what=what, error_code=getattr(exc, "code", type(exc).__name__))
+            is_away, sleep_s = True, retry_s
+        await bell.wait(sleep_s)
+
+
+async def _owe_reconcile(pool: db.Pool, every_s: float, log: Log) -> None:
+    """Owe a look at every source `every_s` from now; jobs owed already absorb each other."""
+
+    async def work() -> float:
+        with db.reaching():
+            async with pool.acquire(timeout=10.0) as conn:
+                await conn.execute("select reactor.owe_reconcile($1)", timedelta(seconds=every_s))
+        return every_s
+
+    await _repeat("schedule", work, log, retry_s=min(every_s, 60.0))
+
+
+async def _fire_schedules(pool: db.Pool, bell: Wakeup, log: Log) -> None:
+    async def work() -> float:
+        due_s = await fire_due(pool, log=log)
+        return _SCHEDULES_S if due_s is None else min(due_s, _SCHEDULES_S)
+
+    await _repeat("schedules", work, log, bell=bell)
+
+
+async def _check_health(pool: db.Pool, worker: Worker, listener: Listener, stuck_s: float, log: Log) -> None:
+    """Once a minute: alerts for what stands still, opened and closed."""
+
+    async def work() -> float:
+        is_deaf = listener.state != "listening" and time.monotonic() - listener.state_since > _DEAF_S
+        away, well = worker.lanes(_AWAY_S)
+        with db.reaching():
+            async with pool.acquire(timeout=10.0) as conn:
+                for event, cause, subject in await conn.fetch(
+                    "select * from reactor.check_health($1, $2, $3, $4, $5)",
+                    socket.gethostname(),
+                    listener.state if is_deaf else None,
+                    away,
+                    well,
+                    timedelta(seconds=stuck_s),
+                ):
+                    log.log(
+                        logging.ERROR if event == "alert_opened" else logging.INFO, event, cause=cause, subject=subject
+                    )
+        return _HEALTH_S
+
+    await _repeat("health_check", work, log)
+
+
+async def _notice_sleep(bells: Sequence[Wakeup]) -> None:
+    """A machine that slept has timers behind the wall clock: look at once."""
+    apart_s = time.time() - time.monotonic()
+    while True:
+        await anyio.sleep(1.0)
+        before_s, apart_s = apart_s, time.time() - time.monotonic()
+        if apart_s - before_s > _SLEPT_S:
+            for bell in bells:
+                bell.ring("slept")

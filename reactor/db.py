@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ SQL_FOLDER = next(
     for folder in (Path(__file__).parent / "_sql", Path(__file__).parent.parent / "sql")  # installed; from a clone
     if folder.is_dir()
 )
+_GRANTS = 99
 if TYPE_CHECKING:  # generic in the stubs only
     OwnConnection = asyncpg.Connection[asyncpg.Record]
     Connection = OwnConnection | asyncpg.pool.PoolConnectionProxy[asyncpg.Record]
@@ -113,12 +114,23 @@ async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> Own
         return conn
 
 
+async def _keep_as_is(_conn: object) -> None:
+    pass
+
+
 def create_pool(
-    dsn: str, *, application: str, size: int, timeout_s: float = 10.0, statement_cache_size: int = 100
+    dsn: str,
+    *,
+    application: str,
+    size: int,
+    timeout_s: float = 10.0,
+    statement_cache_size: int = 100,
+    resets: bool = True,
 ) -> Pool:
     """A pool that connects when first used: `async with` or `await` it, and nothing is reached yet.
 
-    `statement_cache_size=0` lets any pooler stand between, and costs a round trip a statement.
+    `statement_cache_size=0` lets any pooler stand between, and costs a round trip a statement. `resets=False` saves the
+    one that cleans a connection after use, for users that leave nothing behind.
     """
     return asyncpg.create_pool(
         dsn,
@@ -127,6 +139,7 @@ def create_pool(
         max_size=size,
         timeout=timeout_s,
         init=prepare_connection,
+        reset=None if resets else _keep_as_is,
         server_settings={"application_name": application},
         statement_cache_size=statement_cache_size,
     )
@@ -211,10 +224,15 @@ async def check_schema(conn: Connection) -> None:
         row["number"]: row["checksum"] for row in await conn.fetch("select number, checksum from reactor.migrations")
     }
     want = {number: _checksum(text) for number, _, text in sql_files()}
-    if max(have, default=0) > max(want):
+    if _newest(have) > _newest(want):
         raise Misuse("this database was migrated by a newer memory-reactor: upgrade the code")
     if have != want:
         raise Misuse("this database's reactor schema is of another release: run `reactor migrate`")
+
+
+def _newest(numbers: Iterable[int]) -> int:
+    """The number of the last file; the one that grants comes after all others and has its own for ever."""
+    return max((number for number in numbers if number != _GRANTS), default=0)
 
 
 def _checksum(text: str) -> str:
@@ -242,12 +260,12 @@ async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
     known: list[asyncpg.Record] = []
     if await conn.fetchval(_HAS_SCHEMA):
         known = await conn.fetch("select number, checksum, release from reactor.migrations")
-    newest = max((row["number"] for row in known), default=0)
-    if newest > files[-1][0]:
+    newest, ours = _newest(row["number"] for row in known), _newest(number for number, *_ in files)
+    if newest > ours:
         release = max(row["release"] for row in known if row["number"] == newest)
         raise Misuse(
             f"this database was migrated by memory-reactor {release} (file {newest:04}); "
-            f"this is {version('memory-reactor')} (file {files[-1][0]:04}): upgrade the code"
+            f"this is {version('memory-reactor')} (file {ours:04}): upgrade the code"
         )
     have = {row["number"]: row["checksum"] for row in known}
     if have == {number: checksum for number, _, _, checksum in files}:

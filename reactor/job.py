@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 _LONGEST_DELAY_S = 366 * 86_400.0
+
+
+class Queue(Protocol):
+    """What a job needs of the queue it was claimed from."""
+
+    instance: str
+
+    async def note(self, job: Job, note: dict[str, Any]) -> None:
+        """See `Job.note`."""
 
 
 @dataclass(slots=True)
@@ -32,12 +41,12 @@ class Job:
     """An earlier claim ran out: perhaps this job killed its worker, so it shares its call with no other."""
     outcome: Outcome | None = None
     """Set by a batched handler for jobs that end differently from their batch."""
-    _note: Callable[[Job, dict[str, Any]], Awaitable[None]] | None = field(default=None, repr=False)
+    _queue: Queue | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str:
-        """The same for every attempt of this job: fit for an Idempotency-Key header."""
-        return f"reactor-{self.id}"
+        """The same for every attempt of this job, and of no other job in any database: fit for an Idempotency-Key."""
+        return f"reactor-{self._claimed_from().instance}-{self.id}"
 
     async def note(self, note: dict[str, Any]) -> None:
         """Merge `note` into the job's notes, committed at once; the next attempt reads it in `job.notes`.
@@ -47,11 +56,13 @@ class Job:
             StaleClaim: The lease passed to another worker.
             Unavailable: Postgres is out of reach.
         """
-        if self._note is None:
-            msg = "this job was not claimed by a worker, so it has nowhere to keep notes"
-            raise RuntimeError(msg)
-        await self._note(self, note)
+        await self._claimed_from().note(self, note)
         self.notes |= note
+
+    def _claimed_from(self) -> Queue:
+        if self._queue is None:
+            raise RuntimeError("this job was not claimed by a worker: it has neither a key nor a place for notes")
+        return self._queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Snooze:
-    """Not now: run again after `delay_s` seconds. Spends no attempt."""
+    """Not now: run again after `delay_s` seconds. Spends no attempt; ends dead after doing only this for a week."""
 
     delay_s: float
     reason: str = "snoozed"
@@ -108,8 +119,9 @@ class Handler:
             signature names of the resources. It returns None or a dict (done, kept as `result`) or a `Snooze`;
             raises `Unavailable` (snoozed, no attempt spent), `Permanent` (dead), anything else (failed, tried again).
         batch: The most jobs handed over in one call.
-        concurrency: The most calls at once in one reactor.
-        lane: Jobs of one lane share a fate; the type's own name unless given.
+        concurrency: The most calls at once in one lane of one reactor.
+        lane: Jobs of one lane share these places and their fate: one that is slow, full or away does not touch
+            another. The lane given to `enqueue`, else this one, else the type's own name.
         timeout_s: A call that takes longer is cancelled and fails.
         max_attempts: Overrides the job's own number.
     """
@@ -120,3 +132,11 @@ class Handler:
     lane: str | None = None
     timeout_s: float = 300.0
     max_attempts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A handler with its resources filled in."""
+
+    spec: Handler
+    call: HandlerFunction

@@ -16,14 +16,42 @@ from reactor.text import clean, clean_json
 _ACQUIRE_S = 10.0
 _STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: a worker that stops must not wait for it
 
+Lanes = Mapping[str, Mapping[str, Mapping[str, int | str]]]
+"""By type and lane: `room`, the jobs that fit there, and `after`, the tenant served last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a settled job became: its status and, where it will run again, when."""
+    """What a job became. `status` None: its claim had passed to another worker, so nothing was changed."""
 
+    status: str | None
+    run_after: datetime | None = None
+    opened_alert: str | None = None  # the subject of a new alert, on one of the jobs that died of it
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """A job whose lease ran out, and what it became."""
+
+    id: int
+    type: str
+    tenant_id: str
+    attempts: int
     status: str
-    run_after: datetime
-    opened_alert: str | None  # the subject of a new alert, on one of the jobs that died of it
+    opened_alert: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a worker that found nothing to claim may sleep on.
+
+    `due_s`: the next timer in seconds by the database's clock, None when there is none. `is_crowded`: ready jobs wait
+    in lanes without room. `is_blocked`: some wait although there is room, for a twin to end.
+    """
+
+    due_s: float | None
+    is_crowded: bool
+    is_blocked: bool
 
 
 class Jobs:
@@ -33,12 +61,24 @@ class Jobs:
         pool: As the schema's owner.
         worker: The name written into `locked_by`.
         lease: How long a claim holds without a heartbeat.
+        instance: What tells this database from others, in every job's key.
+        snooze_limit: A job that has only snoozed for longer than this is dead.
     """
 
-    def __init__(self, pool: Pool, *, worker: str, lease: timedelta) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        worker: str,
+        lease: timedelta,
+        instance: str = "",
+        snooze_limit: timedelta = timedelta(days=7),
+    ) -> None:
         self._pool = pool
-        self._worker = worker
+        self.worker = worker
         self.lease = lease
+        self.instance = instance
+        self._snooze_limit = snooze_limit
 
     async def _fetch(self, query: str, *args: Any) -> list[Any]:
         with reaching():
@@ -46,44 +86,37 @@ class Jobs:
                 return await conn.fetch(query, *args, timeout=_STATEMENT_S)
 
     async def claim(
-        self, limits: Mapping[str, int], most_attempts: Mapping[str, int | None] | None = None
+        self,
+        limits: Mapping[str, int],
+        most_attempts: Mapping[str, int | None] | None = None,
+        lanes: Lanes | None = None,
     ) -> list[Job]:
-        """Lease up to `limits[type]` due jobs of each type, oldest first; [] when nothing is due.
+        """Lease up to `limits[type]` due jobs in each lane of each type, tenants in turn; [] when nothing is due.
 
-        `most_attempts[type]`, where there is one, becomes the jobs' `max_attempts`.
+        `lanes` says where the room is another. `most_attempts[type]`, where there is one, becomes their `max_attempts`.
 
         Raises:
             Unavailable: Postgres is out of reach.
         """
         rows = await self._fetch(
-            "select * from reactor.claim_jobs($1, $2, $3, $4, $5)",
+            "select * from reactor.claim_jobs($1, $2, $3, $4, $5, $6)",
             list(limits),
             list(limits.values()),
-            self._worker,
+            self.worker,
             self.lease,
             [(most_attempts or {}).get(type_) for type_ in limits],
+            lanes or {},
         )
         return [
             Job(
-                id=row["id"],
-                type=row["type"],
-                tenant_id=row["tenant_id"],
-                payload=row["payload"],
-                attempts=row["attempts"],
-                max_attempts=row["max_attempts"],
-                dedupe_key=row["dedupe_key"],
-                lane=row["lane"],
-                version=row["version"],
-                claim_token=row["claim_token"],
-                notes=row["notes"],
-                is_suspect=row["is_suspect"],
-                _note=self._note,
+                row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9], row[10] or {}, row[11],
+                None, self,
             )
             for row in rows
-        ]
+        ]  # fmt: skip
 
     async def settle(self, endings: Sequence[tuple[Job, Outcome]]) -> dict[int, Ending]:
-        """End jobs, each its own way; a job whose claim has passed to another worker is missing from the answer.
+        """End jobs, each its own way; the answer leaves out those that are done.
 
         Raises:
             Unavailable: Postgres is out of reach; nothing was settled.
@@ -92,7 +125,7 @@ class Jobs:
         for job, outcome in endings:
             match outcome:
                 case Done(result):
-                    rows.append((job.id, job.claim_token, "done", _storable(result), None, None))
+                    rows.append((job.id, job.claim_token, "done", result and _storable(result), None, None))
                 case Snooze(delay_s, reason):
                     rows.append((job.id, job.claim_token, "snoozed", None, clean(f"snoozed: {reason}"), delay_s))
                 case Failed(code, message, retry_after_s):
@@ -106,10 +139,15 @@ class Jobs:
         if not rows:
             return {}
         settled = await self._fetch(
-            "select * from reactor.settle_jobs($1, $2, $3, $4, $5, $6)",
+            "select * from reactor.settle_jobs($1, $2, $3, $4, $5, $6, $7)",
             *(list(column) for column in zip(*rows, strict=True)),
+            self._snooze_limit,
         )
         return {row["id"]: Ending(row["status"], row["run_after"], row["opened_alert"]) for row in settled}
+
+    async def release_expired(self) -> list[Expired]:
+        """Return jobs whose lease ran out to the queue, as suspects; what each became."""
+        return [Expired(*row) for row in await self._fetch("select * from reactor.release_expired_jobs()")]
 
     async def extend(self, jobs: Sequence[Job]) -> set[int]:
         """Heartbeat: extend the leases still held; returns the ids of those that are."""
@@ -121,38 +159,30 @@ class Jobs:
         )
         return {row[0] for row in rows}
 
-    async def next_due_s(self, types: Sequence[str]) -> float | None:
-        """Seconds until the next waiting job of these types is due, by the database's clock; None when none waits."""
-        rows = await self._fetch("select reactor.next_due_s($1)", list(types))
-        due: float | None = rows[0][0]
-        return due
+    async def look_ahead(self, types: Sequence[str], lanes: Lanes | None = None) -> Ahead:
+        """What may be slept on, once `claim` of the same types and lanes found nothing."""
+        [row] = await self._fetch("select * from reactor.look_ahead($1, $2)", list(types), lanes or {})
+        return Ahead(*row)
 
-    async def enqueue(
-        self,
-        type_: str,
-        payload: dict[str, Any],
-        tenant_id: str = "",
-        *,
-        key: str | None = None,
-        lane: str | None = None,
-    ) -> int:
-        """Add one job, due now; returns its id."""
-        rows = await self._fetch(
-            "select reactor.enqueue_job($1, $2, $3, $4, null, $5, 5)", type_, payload, tenant_id, key, lane
-        )
-        job_id: int = rows[0][0]
-        return job_id
+    async def notify(self, channel: str) -> None:
+        """Send an empty notification.
 
-    async def _note(self, job: Job, note: dict[str, Any]) -> None:
+        Raises:
+            Unavailable: Postgres is out of reach.
+        """
+        await self._fetch("select pg_notify($1, '')", channel)
+
+    async def note(self, job: Job, note: dict[str, Any]) -> None:
+        """See `Job.note`."""
         rows = await self._fetch("select reactor.note_job($1, $2, $3)", job.id, job.claim_token, clean_json(note))
         if not rows[0][0]:
             raise StaleClaim(f"job {job.id} was claimed by another worker")
 
 
-def _storable(result: dict[str, Any] | None) -> dict[str, Any] | None:
+def _storable(result: dict[str, Any]) -> dict[str, Any]:
     """A handler's result as jsonb takes it; where it is none, what is wrong with it: the work itself is done."""
     try:
-        storable: dict[str, Any] | None = clean_json(result)
+        storable: dict[str, Any] = clean_json(result)
     except (TypeError, ValueError) as exc:
         return {"result_error": clean(str(exc))}
     return storable

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from reactor.errors import Misuse
-from reactor.job import Handler
-from reactor.worker import Bound
+from reactor.job import Bound, Handler
 
 BUILT_IN = next(
     folder

@@ -36,6 +36,7 @@ T = TypeVar("T")
 _EMBED_SHARE = 0.6  # of the deadline; after it the question is answered by its words
 _CONNECT_S = 10.0  # what a connection may take that no search waits for: over a far network more than a deadline
 _FLUSH_S = 5.0
+_BEAT_S = 30.0  # between two canaries: entries also live by TTL
 _MOST_TENANTS = 10_000  # whose versions one process remembers
 _QUESTION_VECTORS = 1000
 _MOST_FLIGHTS = 100  # searches and embeddings under way at once; beyond them questions are answered by their words
@@ -413,13 +414,20 @@ class Memory:
         listener = Listener(
             dsn,
             {"reactor_versions": self._hear},
+            notify=self._notify,
             log=self._log,
             on_ready=self._forget,
             application="memory-reactor reader",
+            beat_s=_BEAT_S,
         )
         async with anyio.create_task_group() as loops:
             for loop in (listener.run, self._reach_loop, self.warm):
                 loops.start_soon(self._keep, loop)
+
+    async def _notify(self, channel: str) -> None:
+        with db.reaching():
+            async with self._pool.acquire(timeout=_BEAT_S) as conn:
+                await conn.execute("select pg_notify($1, '')", channel)
 
     async def _keep(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A loop that dies of a bug takes no other with it, and is heard of."""

@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     drain_s: float = Field(20.0, ge=0, le=600)  # how long SIGTERM lets running handlers finish
     reconcile_s: float = Field(3600.0, ge=1, le=604_800)  # between two scheduled looks for rows that bypassed triggers
     job_retention_d: float = Field(7.0, gt=0, le=3650)  # days that done jobs, rejected rows, resolved alerts stay
+    snooze_limit_d: float = Field(7.0, gt=0, le=365)  # a job that has only snoozed for longer is dead
+    stuck_s: float = Field(900.0, ge=1, le=604_800)  # a job due for longer is an alert
     pool_size: int = Field(10, ge=2, le=200)  # connections of one process, the listener's apart
     handlers: Path | None = None  # a folder of handler modules beside the built-in ones
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import logging
 import random
 import time
 import traceback
@@ -12,30 +13,69 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import anyio.abc
 import asyncpg
 
 from reactor.errors import Permanent, StaleClaim, Unavailable
-from reactor.job import Dead, Done, Failed, Handler, HandlerFunction, Job, Outcome, Settled, Snooze
+from reactor.job import Bound, Dead, Done, Failed, Job, Outcome, Snooze
 from reactor.jobs import Ending, Jobs
-from reactor.listener import Wakeup
+from reactor.listener import Listener, Wakeup
 from reactor.log import Log
 
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 86_400.0
 _BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
+_CROWDED_S = 0.2  # jobs wait in a full lane: producers stay silent meanwhile, also about other lanes
+_IN_FLIGHT_S = 0.002  # a silent producer is about to commit: look again, and ever more slowly
+_MOST_IN_FLIGHT_S = 0.25
+_WATCH_S = 1.0  # how often one tries to take the watch over from a reactor that sleeps armed
 _RETRY_S = 1.0
 _LAST_LOOK_S = 2.0  # what a stop grants a claim under way: a frozen server would never answer it
 _SETTLE_S = 5.0  # what a stop grants the last settlement beyond the drain
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A handler with its resources filled in."""
+@dataclass(slots=True)
+class _Lane:
+    """Jobs that share their places in this reactor and their fate."""
 
-    spec: Handler
-    call: HandlerFunction
+    name: str
+    calls: int = 0  # started
+    running: int = 0  # of these, what does not wait for a place: types may share a lane, and are claimed together
+    freed: anyio.Event | None = None  # set for those who wait for a place
+    outages: int = 0  # in a row; above 0 the breaker is open, or half open once its rest is over
+    opened_at: float = 0.0  # monotonic, as the next
+    rests_until: float = 0.0
+
+    def places(self, concurrency: int, now: float) -> int:
+        """How many more calls may start; a half-open lane lets one through."""
+        if self.rests_until > now:
+            return 0
+        return max(concurrency - self.calls, 0) if self.outages == 0 else int(self.calls == 0)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The jobs of one type in one lane, as they stand in the table."""
+
+    lane: _Lane
+    after: str = ""  # the tenant served last: the next claim goes on from there, and around
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What a look that found nothing allows: a sleep, and whether a ring is worth asking for meanwhile."""
+
+    sleep_s: float
+    why: str
+    may_arm: bool = True
+
+
+@dataclass(slots=True)
+class _Nap:
+    """What was answered to arming since something was last claimed."""
+
+    was_refused: bool = False
+    in_flight_s: float = _IN_FLIGHT_S
 
 
 class Worker:
@@ -45,168 +85,308 @@ class Worker:
         jobs: The queue.
         handlers: What runs each type; other types are left to other reactors.
         wakeup: Rung by the listener and by everything here that frees a place.
+        watch: The listener to sleep on; None polls.
         poll_s: The longest sleep without a look.
         drain_s: How long `stop` lets running handlers finish.
     """
 
     def __init__(
-        self, jobs: Jobs, handlers: Mapping[str, Bound], *, wakeup: Wakeup, poll_s: float, drain_s: float, log: Log
+        self,
+        jobs: Jobs,
+        handlers: Mapping[str, Bound],
+        *,
+        wakeup: Wakeup,
+        poll_s: float,
+        drain_s: float,
+        log: Log,
+        watch: Listener | None = None,
     ) -> None:
         self._jobs = jobs
         self._handlers = handlers
         self._wakeup = wakeup
+        self._watch = watch
         self._poll_s = poll_s
         self._drain_s = drain_s
         self._log = log
-        self._calls: Counter[str] = Counter()  # running calls by type
+        self._lanes: dict[str, _Lane] = {}
+        self._streams: dict[str, dict[str, _Stream]] = {type_: {} for type_ in handlers}
         self._running: dict[int, Job] = {}
         self._ended: list[tuple[Job, Outcome, float]] = []
         self._settle_bell = Wakeup()
-        self._outages: Counter[str] = Counter()  # in a row, by lane
-        self._paused_until: dict[str, float] = {}  # monotonic, by lane
+        self._sweep_at = 0.0  # monotonic
         self._away: set[str] = set()  # what failed when it last asked Postgres: an outage is one line, not one a second
         self._stopping = False
         self._looking = anyio.CancelScope()
         self._is_drained = anyio.Event()
         self._settled = anyio.Event()
+        self.settled_jobs = 0
+        self.woken_by: Counter[str] = Counter()
+        """How many claims found jobs after each reason to look; a promise kept only by the floor counts as `floor`."""
 
     def stop(self) -> None:
         """Claim no more, finish what runs, then let `run` return."""
         self._stopping = True
         self._looking.deadline = anyio.current_time() + _LAST_LOOK_S
-        self._wakeup.ring()
+        self._wakeup.ring("stop")
 
     async def run(self) -> None:
         """Work until `stop`; then drain. Never raises for an outage."""
         async with anyio.create_task_group() as upkeep:
             upkeep.start_soon(self._settle_loop)
             upkeep.start_soon(self._heartbeat_loop)
-            async with anyio.create_task_group() as calls:
-                with self._looking:
-                    while not self._stopping:
-                        self._wakeup.clear()  # before the look, never after
-                        sleep_s = await self._look(calls)
-                        if sleep_s > 0 and not self._stopping:
-                            await self._wakeup.wait(sleep_s)
-                calls.cancel_scope.deadline = anyio.current_time() + self._drain_s
+            # asyncio's own group for the calls: a task of it costs a tenth of anyio's, and there is one for every job.
+            with anyio.CancelScope() as drain:
+                async with asyncio.TaskGroup() as calls:
+                    with self._looking:
+                        await self._claim_loop(calls)
+                        if self._watch is not None:
+                            await self._watch.disarm(hand_over=True)
+                    drain.deadline = anyio.current_time() + self._drain_s
             self._is_drained.set()
             self._settle_bell.ring()
-            # The settle loop ends by itself once everything is settled; the heartbeat has no reason to.
+            # The settle loop ends by itself once everything is settled; the others have no reason to.
             with anyio.move_on_after(_SETTLE_S):
                 await self._settled.wait()
             upkeep.cancel_scope.cancel()
 
-    async def _look(self, calls: anyio.abc.TaskGroup) -> float:
-        """Claim and start what fits; returns how many seconds there is nothing more to do."""
-        limits = self._room()
-        if not limits:
-            return min(self._poll_s, self._pause_s())
+    async def _claim_loop(self, calls: asyncio.TaskGroup) -> None:
+        """Look, start what was found, and sleep only where whoever commits a job later is sure to ring.
+
+        The protocol is `reactor.ring` and `reactor.arm` in sql/0002, proven by tests/wake_model.py: the bell is cleared
+        before a look, never after; after arming, and after being refused, it looks once more; a reactor without room
+        never sleeps armed, for then every producer would ring just when load is highest.
+        """
+        why, nap = "start", _Nap()
+        while not self._stopping:
+            self._wakeup.clear()
+            rest = await self._look(calls, why)
+            if rest is None:
+                why, nap = "more", _Nap()
+                if self._watch is not None:  # only now that the handlers have started
+                    await self._watch.disarm(hand_over=False)
+            elif self._watch is None or (rest.may_arm and self._watch.is_armed):
+                why = await self._sleep(rest)
+            elif not rest.may_arm:
+                await self._watch.disarm(hand_over=True)
+                why = await self._sleep(rest)
+            else:
+                why = await self._doze(rest, self._watch, nap)
+
+    async def _doze(self, rest: _Rest, watch: Listener, nap: _Nap) -> str:
+        """Arm and ask for the look that must follow; where that is refused, sleep as one may without."""
+        match await watch.arm():
+            case "in_flight":
+                nap.in_flight_s *= 1.2
+                return await self._sleep(_Rest(min(nap.in_flight_s, rest.sleep_s, _MOST_IN_FLIGHT_S), "in_flight"))
+            case "watched" if nap.was_refused:
+                nap.was_refused = False
+                return await self._sleep_unarmed(rest, watch)
+            case "watched":
+                nap.was_refused = True
+                return "watched"
+            case "armed":
+                return "armed"
+            case None:
+                return await self._sleep(rest)
+
+    async def _sleep(self, rest: _Rest) -> str:
+        return self._wakeup.reason if await self._wakeup.wait(rest.sleep_s) else rest.why
+
+    async def _sleep_unarmed(self, rest: _Rest, watch: Listener) -> str:
+        """Another reactor sleeps armed: rings reach this one too, but should that one die, somebody must take over."""
+        until = anyio.current_time() + rest.sleep_s
+        while (left_s := until - anyio.current_time()) > 0:
+            nap_s = min(left_s, _WATCH_S * random.uniform(0.75, 1.25))  # noqa: S311  # jitter
+            if await self._wakeup.wait(nap_s):
+                return self._wakeup.reason
+            if nap_s < left_s and await watch.arm() != "watched":
+                return "watch"
+        return rest.why
+
+    async def _look(self, calls: asyncio.TaskGroup, why: str) -> _Rest | None:
+        """Claim and start what fits: None. Where nothing does, what to sleep on."""
+        limits, lanes = self._room()
         most = {type_: self._handlers[type_].spec.max_attempts for type_ in limits}
-        due_s: float | None = None
         try:
-            if "claim_failed" in self._away and self._running:  # after an outage our own leases come first
-                await self._jobs.extend(list(self._running.values()))
-            claimed = await self._jobs.claim(limits, most)
-            if not claimed:
-                due_s = await self._jobs.next_due_s(list(limits))
-                if due_s == 0.0:  # it became due between the two statements, or is blocked
-                    claimed = await self._jobs.claim(limits, most)
-                    due_s = _BLOCKED_S
+            if time.monotonic() >= self._sweep_at or why == "slept":
+                await self._sweep()
+            claimed = await self._jobs.claim(limits, most, lanes)
+            if claimed:
+                self._away.discard("claim_failed")
+                self.woken_by[why] += 1
+                self._start(claimed, calls)
+                return None
+            ahead = await self._jobs.look_ahead(list(limits), lanes)
         except (Unavailable, asyncpg.PostgresError) as exc:
             self._missed("claim_failed", exc)
-            return _RETRY_S
+            self._sweep_at = 0.0
+            return _Rest(_RETRY_S, "retry", may_arm=False)
         self._away.discard("claim_failed")
-        if not claimed:
-            return min(self._poll_s, self._pause_s(), due_s if due_s is not None else self._poll_s)
-        for type_ in limits:
+        rests = [_Rest(self._poll_s, "floor"), *self._rests_of_lanes()]
+        if ahead.due_s is not None:
+            rests.append(_Rest(ahead.due_s, "timer"))
+            self._sweep_at = min(self._sweep_at, time.monotonic() + ahead.due_s)
+        if ahead.is_blocked:
+            rests.append(_Rest(_BLOCKED_S, "blocked"))
+        if ahead.is_crowded:
+            rests.append(_Rest(_CROWDED_S, "crowded"))
+        first = min(rests, key=lambda rest: rest.sleep_s)
+        return _Rest(first.sleep_s, first.why, may_arm=not ahead.is_crowded)
+
+    def _room(self) -> tuple[dict[str, int], dict[str, dict[str, dict[str, int | str]]]]:
+        """How many jobs of each type fit in a lane, and the lanes known by now with what fits there."""
+        now = time.monotonic()
+        limits = {type_: bound.spec.concurrency * bound.spec.batch for type_, bound in self._handlers.items()}
+        lanes: dict[str, dict[str, dict[str, int | str]]] = {}
+        for type_, streams in self._streams.items():
             spec = self._handlers[type_].spec
-            mine = [job for job in claimed if job.type == type_]
-            trusted = [job for job in mine if not job.is_suspect]
-            batches = [[job] for job in mine if job.is_suspect]
-            batches += [trusted[start : start + spec.batch] for start in range(0, len(trusted), spec.batch)]
-            for batch in batches:
-                self._running.update((job.id, job) for job in batch)
-                self._calls[type_] += 1
-                calls.start_soon(self._run_call, self._handlers[type_], batch)
-        return 0.0
+            for name, stream in streams.items():
+                places = stream.lane.places(spec.concurrency, now)
+                room = 1 if places and stream.lane.outages else places * spec.batch
+                lanes.setdefault(type_, {})[name] = {"room": room, "after": stream.after}
+        return limits, lanes
+
+    def _stream_of(self, job: Job) -> _Stream:
+        stream = self._streams[job.type].get(job.lane)
+        if stream is None:
+            own = self._handlers[job.type].spec.lane
+            name = own if own is not None and job.lane == job.type else job.lane
+            stream = _Stream(self._lanes.setdefault(name, _Lane(name)))
+            self._streams[job.type][job.lane] = stream
+        return stream
+
+    def _rests_of_lanes(self) -> Iterator[_Rest]:
+        """When each lane that rests may be tried again."""
+        now = time.monotonic()
+        for lane in self._lanes.values():
+            if lane.rests_until > now:
+                yield _Rest(lane.rests_until - now, "rested")
+
+    async def _sweep(self) -> None:
+        """Return to the queue what dead workers held."""
+        self._sweep_at = time.monotonic() + self._poll_s
+        if self._running:  # after an outage, or a sleep of the machine, our own leases come first
+            await self._jobs.extend(list(self._running.values()))
+        expired = await self._jobs.release_expired()
+        counts = Counter((job.type, job.status) for job in expired)
+        for (type_, status), jobs in counts.items():
+            self._log.warning("lease_expired", type=type_, jobs=jobs, status=status)
+        for job in expired:
+            if job.status == "dead":
+                self._log.error(
+                    "job_dead",
+                    job_id=job.id,
+                    type=job.type,
+                    tenant_id=job.tenant_id,
+                    attempt=job.attempts,
+                    error_code="lease_expired",
+                )
+            if job.opened_alert is not None:
+                self._log.error("alert_opened", cause="dead_jobs", subject=job.opened_alert)
+
+    def _start(self, claimed: Sequence[Job], calls: asyncio.TaskGroup) -> None:
+        together: dict[tuple[str, str], list[Job]] = {}
+        tenants: dict[tuple[str, str], set[str]] = {}
+        for job in claimed:
+            self._running[job.id] = job
+            stream = job.type, job.lane
+            tenants.setdefault(stream, set()).add(job.tenant_id)
+            if job.is_suspect:
+                self._start_call([job], calls)
+            else:
+                together.setdefault(stream, []).append(job)
+        for (type_, _), jobs in together.items():
+            batch = self._handlers[type_].spec.batch
+            for start in range(0, len(jobs), batch):
+                self._start_call(jobs[start : start + batch], calls)
+        for (type_, lane), served in tenants.items():
+            stream_ = self._streams[type_][lane]
+            around = {tenant for tenant in served if tenant <= stream_.after}
+            stream_.after = max(around or served)
+
+    def _start_call(self, batch: list[Job], calls: asyncio.TaskGroup) -> None:
+        lane = self._stream_of(batch[0]).lane
+        lane.calls += 1
+        calls.create_task(self._run_call(self._handlers[batch[0].type], lane, batch))
 
     def _missed(self, event: str, exc: Exception, **fields: object) -> None:
         if event not in self._away:
             self._away.add(event)
             self._log.warning(event, error_code=_code_of(exc), **fields)
 
-    def _room(self) -> dict[str, int]:
-        """How many jobs of each type fit now."""
-        now = time.monotonic()
-        return {
-            type_: places * bound.spec.batch
-            for type_, bound in self._handlers.items()
-            if (places := bound.spec.concurrency - self._calls[type_]) > 0
-            and self._paused_until.get(bound.spec.lane or type_, 0.0) <= now
-        }
-
-    def _pause_s(self) -> float:
-        """Seconds until a paused lane may be tried again."""
-        now = time.monotonic()
-        return min((until - now for until in self._paused_until.values() if until > now), default=self._poll_s)
-
-    async def _run_call(self, bound: Bound, batch: list[Job]) -> None:
-        type_ = batch[0].type
+    async def _run_call(self, bound: Bound, lane: _Lane, batch: list[Job]) -> None:
         started = time.perf_counter()
         try:
-            outcomes = await self._outcomes_of(bound, batch)
-        except anyio.get_cancelled_exc_class():
+            while lane.running >= bound.spec.concurrency:
+                lane.freed = lane.freed or anyio.Event()
+                await lane.freed.wait()
+            lane.running += 1
+            try:
+                outcomes = await self._outcomes_of(bound, lane, batch)
+            finally:
+                lane.running -= 1
+                if lane.freed is not None:
+                    lane.freed.set()
+                    lane.freed = None
+        except asyncio.CancelledError:
             # Drained before it ended: back to the queue unharmed, unless the handler settled it already.
             self._end([(job, job.outcome or Snooze(0, "drained")) for job in batch], started)
             raise
         finally:
-            self._calls[type_] -= 1
-            self._wakeup.ring()
+            lane.calls -= 1
+            self._wakeup.ring("ended")
         self._end(list(zip(batch, outcomes, strict=True)), started)
 
-    async def _outcomes_of(self, bound: Bound, batch: list[Job]) -> list[Outcome]:
+    async def _outcomes_of(self, bound: Bound, lane: _Lane, batch: list[Job]) -> list[Outcome]:
         """Run the handler and turn every ending into a value.
 
         A batch that fails as a whole is run again one by one, so that one bad job takes no neighbour down.
         """
-        lane = bound.spec.lane or batch[0].type
         returned, problem = await _call(bound, batch)
-        if problem is None:
-            self._outages.pop(lane, None)
-            return [job.outcome or _ending_of(returned) for job in batch]
         if isinstance(problem, Unavailable):
-            return self._pause(lane, batch, problem)
+            return self._open(lane, batch, problem)
+        self._close(lane)
+        if problem is None:
+            ending = _ending_of(returned)
+            return [job.outcome or ending for job in batch]
         if isinstance(problem, StaleClaim):  # settling will find the token changed, and say so
             return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
-        ending = _ending_after(problem)
-        if isinstance(ending, Failed) and not isinstance(problem, _TooSlow):
+        failed = _ending_after(problem)
+        if isinstance(failed, Failed) and not isinstance(problem, _TooSlow):
             self._log.error(
-                "handler_error", type=batch[0].type, error_code=ending.code, at=ending.message, jobs=len(batch)
+                "handler_error", type=batch[0].type, error_code=failed.code, at=failed.message, jobs=len(batch)
             )
         if len(batch) == 1:
-            return [batch[0].outcome or ending]
+            return [batch[0].outcome or failed]
         outcomes: list[Outcome] = []
         for job in batch:
-            rest_s = self._paused_until.get(lane, 0.0) - time.monotonic()  # since one of its neighbours, perhaps
+            rest_s = lane.rests_until - time.monotonic()  # since one of its neighbours, perhaps
             if job.outcome is None and rest_s <= 0:
-                outcomes += await self._outcomes_of(bound, [job])
+                outcomes += await self._outcomes_of(bound, lane, [job])
             else:
-                outcomes.append(job.outcome or Snooze(rest_s, "its lane is paused"))
+                outcomes.append(job.outcome or Snooze(rest_s, "its lane rests"))
         return outcomes
 
-    def _pause(self, lane: str, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
+    def _open(self, lane: _Lane, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
-        if exc.retry_after_s is not None:
-            delay_s = min(
-                max(_FIRST_PAUSE_S, exc.retry_after_s), _MOST_RETRY_AFTER_S
-            )  # "at once", for ever, would spin
+        if exc.retry_after_s is not None:  # "at once", for ever, would spin
+            delay_s = min(max(_FIRST_PAUSE_S, exc.retry_after_s), _MOST_RETRY_AFTER_S)
         else:
-            longest_s = min(_FIRST_PAUSE_S * 2.0 ** self._outages[lane], _MOST_PAUSE_S)
+            longest_s = min(_FIRST_PAUSE_S * 2.0**lane.outages, _MOST_PAUSE_S)
             delay_s = longest_s * random.uniform(0.75, 1.0)  # noqa: S311  # jitter
-        if exc.code != "postgres":  # while Postgres is away nothing is claimed anyway
-            self._outages[lane] = min(self._outages[lane] + 1, 16)
-        self._paused_until[lane] = max(self._paused_until.get(lane, 0.0), time.monotonic() + delay_s)
+        now = time.monotonic()
+        if exc.code != "postgres" and lane.rests_until <= now:  # while Postgres is away nothing is claimed anyway
+            if lane.outages == 0:
+                lane.opened_at = now
+                self._log.warning("lane_opened", lane=lane.name, error_code=exc.code)
+            lane.outages = min(lane.outages + 1, 16)
+        lane.rests_until = max(lane.rests_until, now + delay_s)
         return [job.outcome or Snooze(delay_s, f"{exc.code}: {exc}") for job in batch]
+
+    def _close(self, lane: _Lane) -> None:
+        if lane.outages and lane.rests_until <= time.monotonic():  # not by a call that began before the outage
+            lane.outages = 0
+            self._log.info("lane_closed", lane=lane.name)
 
     def _end(self, endings: Sequence[tuple[Job, Outcome]], started: float) -> None:
         elapsed_ms = (time.perf_counter() - started) * 1000
@@ -231,9 +411,12 @@ class Worker:
                     continue
                 self._away.discard("settle_failed")
                 delay_s = 0.1
+                self.settled_jobs += len(batch)
                 for job, _, _ in batch:
                     if self._running.get(job.id) is job:  # and not a later claim of the same one
                         del self._running[job.id]
+                if settled:
+                    self._wakeup.ring("settled")  # there may be new timers
                 self._tell(batch, settled)
             elif self._is_drained.is_set():
                 self._settled.set()
@@ -242,44 +425,36 @@ class Worker:
                 await self._settle_bell.wait(self._poll_s)
 
     def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Ending]) -> None:
-        alike: dict[
-            tuple[str, float, str | None], list[Job]
-        ] = {}  # a batch's successes are one line, and so is its rest
+        """A line for each way in which jobs of a type ended, with the job's own fields where it is one job."""
+        lines: dict[tuple[str, ...], list[tuple[Job, float]]] = {}
         for job, outcome, elapsed_ms in batch:
             ending = settled.get(job.id)
-            if isinstance(outcome, Settled) or (isinstance(outcome, Done) and ending is not None):
-                alike.setdefault((job.type, elapsed_ms, None), []).append(job)
-            elif isinstance(outcome, Snooze) and ending is not None:
-                alike.setdefault((job.type, elapsed_ms, outcome.reason), []).append(job)
+            if ending is None:
+                key: tuple[str, ...] = ("job_done", job.type)
+            elif ending.status is None:
+                key = ("claim_lost", job.type)
+            elif isinstance(outcome, Snooze) and ending.status == "pending":
+                key = ("job_snoozed", job.type, outcome.reason)
             else:
-                self._tell_one(job, outcome, elapsed_ms, ending)
-        for (type_, elapsed_ms, reason), jobs in alike.items():
-            fields: dict[str, object] = {"type": type_, "jobs": len(jobs), "duration_ms": round(elapsed_ms, 1)}
+                event = "job_dead" if ending.status == "dead" else "job_failed"
+                code = "snoozed_too_long" if isinstance(outcome, Snooze) else getattr(outcome, "code", "")
+                key = (event, job.type, code, getattr(outcome, "message", ""))
+            lines.setdefault(key, []).append((job, elapsed_ms))
+        for (event, type_, *about), ended in lines.items():
+            jobs = [job for job, _ in ended]
+            fields: dict[str, object] = {"type": type_, "jobs": len(jobs)}
+            fields["duration_ms"] = round(max(elapsed_ms for _, elapsed_ms in ended), 1)
             if len(jobs) == 1:
                 fields |= {"job_id": jobs[0].id, "tenant_id": jobs[0].tenant_id, "attempt": jobs[0].attempts}
-            if reason is None:
-                self._log.info("job_done", **fields)
-            else:
-                next_run_after = min(settled[job.id].run_after for job in jobs).isoformat()
-                self._log.info("job_snoozed", reason=reason, next_run_after=next_run_after, **fields)
-
-    def _tell_one(self, job: Job, outcome: Outcome, elapsed_ms: float, ending: Ending | None) -> None:
-        log = self._log.bind(
-            job_id=job.id,
-            type=job.type,
-            tenant_id=job.tenant_id,
-            attempt=job.attempts,
-            duration_ms=round(elapsed_ms, 1),
-        )
-        code, message = getattr(outcome, "code", None), getattr(outcome, "message", None)
-        if ending is None:
-            log.warning("claim_lost")
-        elif ending.status == "dead":
-            log.error("job_dead", error_code=code, error=message)
+            fields |= dict(zip(("reason",) if event == "job_snoozed" else ("error_code", "error"), about, strict=False))
+            instants = [at for job in jobs if job.id in settled and (at := settled[job.id].run_after) is not None]
+            if instants and event != "job_dead":
+                fields["next_run_after"] = min(instants).isoformat()
+            level = {"job_done": logging.INFO, "job_snoozed": logging.INFO, "job_dead": logging.ERROR}
+            self._log.log(level.get(event, logging.WARNING), event, **fields)
+        for ending in settled.values():
             if ending.opened_alert is not None:
                 self._log.error("alert_opened", cause="dead_jobs", subject=ending.opened_alert)
-        else:
-            log.warning("job_failed", error_code=code, error=message, next_run_after=ending.run_after.isoformat())
 
     async def _heartbeat_loop(self) -> None:
         while True:
@@ -292,6 +467,12 @@ class Worker:
                 else:
                     self._away.discard("heartbeat_failed")
 
+    def lanes(self, away_s: float) -> tuple[list[str], list[str]]:
+        """The lanes whose dependency has been away for that long, and those that are in order."""
+        since = time.monotonic() - away_s
+        away = [lane.name for lane in self._lanes.values() if lane.outages and lane.opened_at < since]
+        return away, [lane.name for lane in self._lanes.values() if not lane.outages]
+
 
 class _TooSlow(Exception):
     """The handler took longer than its timeout."""
@@ -299,16 +480,17 @@ class _TooSlow(Exception):
 
 async def _call(bound: Bound, batch: list[Job]) -> tuple[object, BaseException | None]:
     """What the handler returned, or what went wrong; the one broad catch of this program."""
-    scope = anyio.CancelScope()
+    timeout = asyncio.timeout(bound.spec.timeout_s)
     try:
-        with anyio.fail_after(bound.spec.timeout_s) as scope:
+        async with timeout:
             return await bound.call(batch if bound.spec.batch > 1 else batch[0]), None
-    except anyio.get_cancelled_exc_class() as exc:
-        if anyio.current_effective_deadline() == -math.inf:
+    except asyncio.CancelledError as exc:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise
         return None, exc  # nobody cancelled us: a task that the handler waited for was
     except (Exception, SystemExit) as exc:  # noqa: BLE001
-        if isinstance(exc, TimeoutError) and scope.cancelled_caught:
+        if timeout.expired():
             return None, _TooSlow(f"longer than {bound.spec.timeout_s:g} s")
         return None, _heart_of(exc)
 

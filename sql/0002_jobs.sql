@@ -3,21 +3,24 @@
 --             claim                 done
 --   pending ----------> running ----------> done
 --      ^  ^               | | |
---      |  +---- snooze ---+ | +-- last attempt, or no use in trying --> dead
---      |                    v
---      +-- (due) ------- failed      waiting = pending or failed
+--      |  +---- snooze ---+ | +-- last attempt, no use in trying, or snoozed for too long --> dead
+--      |                    v                                                                  |
+--      +-- (due) ------- failed      waiting = pending or failed           pending <-- retry --+
 --
 -- Triggers only insert. Waiting jobs are unconstrained; the claim collapses twins (same tenant, type, dedupe key):
 -- the due one with the lowest id runs, with the newest payload, and absorbs every waiting twin it sees.
+-- A waiting job is *ready* when it was last touched at or after its run_after; only ready ones stand in the index that the
+-- claim walks, tenant by tenant. One for later stands in another, where the next timer is read, until the claim that finds
+-- it due touches it.
 
 create sequence if not exists reactor.job_ids;
 
 create table if not exists reactor.jobs (
     id bigint primary key default nextval('reactor.job_ids'),
-    type text not null,
-    tenant_id text not null,            -- '' for work that belongs to no tenant
-    lane text not null,
-    dedupe_key text,
+    type text collate "C" not null,
+    tenant_id text collate "C" not null,    -- '' for work that belongs to no tenant
+    lane text collate "C" not null,
+    dedupe_key text collate "C",
     payload jsonb not null default '{}',
     status text not null default 'pending' check (status in ('pending', 'running', 'failed', 'done', 'dead')),
     attempts int not null default 0,    -- claims that count; a snooze gives its one back
@@ -27,30 +30,94 @@ create table if not exists reactor.jobs (
     locked_at timestamptz,
     locked_by text,
     lease_until timestamptz,
-    claim_token uuid,
+    claim_token uuid,                   -- one a claim; null unless running, so that it alone fences what a late worker writes
     is_suspect boolean not null default false,  -- its lease ran out: it may have killed its worker, so it runs alone
+    snoozed_since timestamptz,          -- set while it does nothing but snooze
     result jsonb,
     last_error text,
+    history jsonb,                      -- its last 20 attempts that failed and retries, oldest first: codes, no text of anybody's
     notes jsonb not null default '{}',
     created_at timestamptz not null default now(),
     updated_at timestamptz not null default now()
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02);
 
-call reactor.put_index('reactor.jobs_due', $$create index jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed')$$);
+call reactor.put_index('reactor.jobs_ready', $$create index jobs_ready on reactor.jobs (type, lane, tenant_id, run_after, id) include (status) where status in ('pending', 'failed') and run_after <= updated_at and not is_suspect$$);
+call reactor.put_index('reactor.jobs_later', $$create index jobs_later on reactor.jobs (run_after, id) include (status) where status in ('pending', 'failed') and run_after > updated_at$$);
+call reactor.put_index('reactor.jobs_suspects', $$create index jobs_suspects on reactor.jobs (type, run_after, id) where is_suspect and status in ('pending', 'failed')$$);
 call reactor.put_index('reactor.jobs_waiting_twins', $$create index jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id) where status in ('pending', 'failed') and dedupe_key is not null$$);
 call reactor.put_index('reactor.jobs_running_once', $$create unique index jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running'$$);
-call reactor.put_index('reactor.jobs_suspects', $$create index jobs_suspects on reactor.jobs (type, run_after, id) where is_suspect and status in ('pending', 'failed')$$);
-call reactor.put_index('reactor.jobs_leases', $$create index jobs_leases on reactor.jobs (lease_until) where status = 'running'$$);
-call reactor.put_index('reactor.jobs_ended', $$create index jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead')$$);
+call reactor.put_index('reactor.jobs_done', $$create index jobs_done on reactor.jobs (updated_at) where status = 'done'$$);
 call reactor.put_index('reactor.jobs_dead', $$create index jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead'$$);
 
 call reactor.protect('reactor.jobs', 'queue');
 
--- Wakes whoever listens. The payload is empty: the table is the truth.
+-- What ended in each minute, a row a settling backend: backends never wait for each other here.
+create table if not exists reactor.job_minutes (
+    minute timestamptz not null,
+    backend int not null default pg_backend_pid(),
+    done bigint not null,
+    dead bigint not null,
+    primary key (minute, backend)
+) with (fillfactor = 50);
+call reactor.protect('reactor.job_minutes', 'registry');
+do $$
+begin
+    call reactor.put_policy('reactor.job_minutes', 'reactor_counts', format('to %I using (true) with check (true)', reactor.worker_role()));
+end
+$$;
+
+-- This database among others: part of every job's key.
+create table if not exists reactor.instance (
+    id uuid not null default gen_random_uuid(),
+    is_only boolean primary key default true check (is_only)
+);
+call reactor.protect('reactor.instance', 'registry');
+insert into reactor.instance default values on conflict do nothing;
+
+-- Wakes a sleeping reactor; says nothing, and takes no part in NOTIFY's commit lock, while none sleeps. A reactor sleeps
+-- holding this lock alone (arm); a producer that stays silent holds it shared until its commit can be seen. Proven in
+-- tests/wake_model.py; the payload is empty, for the table is the truth.
 create or replace function reactor.ring() returns void
-language sql
+language plpgsql
 set search_path = pg_catalog, pg_temp
-as $$ select pg_notify('reactor_wake', '') $$;
+as $$
+begin
+    -- A queue of notifications that is full, because some listener sits in a transaction, would fail the producer's commit.
+    if not pg_try_advisory_xact_lock_shared('reactor.jobs'::regclass::oid::int, 2) and pg_notification_queue_usage() < 0.9 then
+        perform pg_notify('reactor_wake', '');
+    end if;
+end
+$$;
+
+-- Before sleeping, on the session that listens. armed: whoever writes from now on rings; in_flight: somebody's silent
+-- transaction is about to commit, look again soon; watched: another reactor is armed.
+create or replace function reactor.arm() returns text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_try_advisory_lock('reactor.jobs'::regclass::oid::int, 2) then
+        return 'armed';
+    elsif pg_try_advisory_lock_shared('reactor.jobs'::regclass::oid::int, 2) then
+        perform pg_advisory_unlock_shared('reactor.jobs'::regclass::oid::int, 2);
+        return 'in_flight';
+    end if;
+    return 'watched';
+end
+$$;
+
+-- Awake: producers may be silent again. p_hand_over rings those who slept relying on us.
+create or replace function reactor.disarm(p_hand_over boolean) returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_unlock('reactor.jobs'::regclass::oid::int, 2);
+    if p_hand_over then
+        perform pg_notify('reactor_wake', '');
+    end if;
+end
+$$;
 
 create or replace function reactor.enqueue_job(
     p_type text, p_payload jsonb, p_tenant text, p_key text, p_run_after timestamptz, p_lane text, p_max_attempts int
@@ -61,14 +128,14 @@ as $$
 declare
     v_id bigint;
 begin
-    if coalesce(p_type, '') = '' or p_tenant is null or length(p_tenant) > 200 or length(p_key) > 500 then
+    if coalesce(p_type, '') = '' or p_tenant is null or length(p_tenant) > 200 or length(p_key) > 500 or length(p_lane) > 200 then
         raise exception 'a job needs a type and a tenant of at most 200 characters (''''  for none)' using errcode = '22023';
     end if;
     if jsonb_typeof(coalesce(p_payload, '{}')) <> 'object' then
         raise exception 'a job''s payload is a JSON object' using errcode = '22023';
     end if;
     insert into reactor.jobs (type, payload, tenant_id, dedupe_key, run_after, lane, max_attempts)
-    values (p_type, coalesce(p_payload, '{}'), p_tenant, p_key, coalesce(p_run_after, now()), coalesce(p_lane, p_type),
+    values (p_type, coalesce(p_payload, '{}'), p_tenant, p_key, coalesce(p_run_after, now()), coalesce(nullif(p_lane, ''), p_type),
         greatest(coalesce(p_max_attempts, 5), 1))
     returning id into v_id;
     perform reactor.ring();
@@ -94,159 +161,241 @@ as $$
     select make_interval(secs => (array[60, 300, 900, 3600, 21600])[least(greatest($1, 1), 5)] * (0.9 + 0.2 * random()))
 $$;
 
--- Leases up to p_limits[i] due jobs of p_types[i], oldest first. Expired leases are returned to the queue first; of the
--- suspects they leave, one of a type runs at a time (the caller gives it a call of its own), beside the others.
--- p_max_attempts[i], where there is one, becomes the max_attempts of what is claimed.
--- Claims take turns (one advisory lock, held for this call only), so that two never collapse the same twins crosswise.
--- An empty set means nothing is due.
-create or replace function reactor.claim_jobs(
-    p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null,
-    p_now timestamptz default null
-) returns setof reactor.jobs
+-- Ready jobs of one type and lane, locked, up to p_room: equal shares of the tenants that wait, from the one after p_after on
+-- and around. Passes over what runs already under the same key, and twins of suspects. Costs what it returns, not what waits.
+create or replace function reactor.pick_jobs(
+    p_type text, p_lane text, p_room int, p_after text, p_suspects boolean, p_now timestamptz
+) returns bigint[]
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
+begin
+    return (
+        with recursive turn as (  -- a loose index scan: one probe a tenant, and only as far as it is read
+            select p_after collate "C" as tenant_id, false as is_around, false as is_waiting
+            union all
+            select n.tenant_id, n.is_around, true from turn t, lateral (
+                (select j.tenant_id, t.is_around from reactor.jobs j
+                 where j.type = p_type and j.lane = p_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                    and j.tenant_id > t.tenant_id and j.tenant_id <= case when t.is_around then p_after else repeat(chr(1114111), 201) end
+                 order by j.tenant_id limit 1)
+                union all
+                (select j.tenant_id, true from reactor.jobs j
+                 where j.type = p_type and j.lane = p_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                    and j.tenant_id <= p_after and not t.is_around
+                 order by j.tenant_id limit 1)
+                limit 1
+            ) n
+        ), share as materialized (
+            select ceil(p_room::float8 / greatest(count(*), 1))::int as jobs from (select from turn where is_waiting limit p_room) t
+        ), picked as (
+            select d.id from turn t cross join share, lateral (
+                select j.id from reactor.jobs j
+                where j.type = p_type and j.lane = p_lane and j.tenant_id = t.tenant_id
+                    and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after <= p_now
+                    -- Scalar, so that each is a probe of its index and never a join with all that runs.
+                    and (j.dedupe_key is null or (select 1 from reactor.jobs r
+                        where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
+                    and (not p_suspects or (select 1 from reactor.jobs s
+                        where s.is_suspect and s.status in ('pending', 'failed') and s.type = j.type and s.tenant_id = j.tenant_id
+                            and s.dedupe_key = j.dedupe_key limit 1) is null)
+                order by j.run_after, j.id limit share.jobs for update of j skip locked
+            ) d
+            where t.is_waiting limit p_room
+        )
+        select array_agg(id) from picked
+    );
+end
+$$;
+
+-- Leases due jobs of p_types[i], up to p_limits[i] in each of its lanes, or p_lanes -> type -> lane -> "room" where the
+-- caller knows better; there "after" is the tenant served last. Of suspects, one of a type runs at a time (the caller gives
+-- it a call of its own), beside the others. p_max_attempts[i], where there is one, becomes the max_attempts of what is claimed.
+-- Claims take turns (one advisory lock, held for this call only), so that two never collapse the same twins crosswise.
+-- An empty set means nothing is due. The plan is forced: it must not wait for statistics of a table that was just filled.
+create or replace function reactor.claim_jobs(
+    p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null, p_lanes jsonb default '{}',
+    p_now timestamptz default null
+) returns table (
+    id bigint, type text, tenant_id text, payload jsonb, attempts int, max_attempts int, dedupe_key text, lane text, version bigint,
+    claim_token uuid, notes jsonb, is_suspect boolean
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+as $$
+#variable_conflict use_column
 declare
-    i int;
+    v_token constant uuid := gen_random_uuid();
+    v_picked bigint[] := '{}';
+    v_lane text;
+    v_room int;
+    v_suspects boolean;
+    v_absorbed bigint;
 begin
     perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
     p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
-    perform reactor.release_expired_jobs(p_now);
+    update reactor.jobs set updated_at = p_now where id in (
+        select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
+        order by j.run_after, j.id limit 1000 for update skip locked);
     for i in 1 .. cardinality(p_types) loop
-        continue when p_limits[i] <= 0;
-        return query
-        with suspects as materialized (  -- few, by an index of their own
-            select j.id, j.tenant_id, j.dedupe_key
-            from reactor.jobs j
-            where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
-        ), suspect as materialized (
-            select j.id, j.tenant_id, j.dedupe_key
-            from reactor.jobs j
-            where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
-                and not exists (
-                    select from reactor.jobs r
-                    where r.status = 'running' and r.type = j.type
-                        and (r.is_suspect or r.tenant_id = j.tenant_id and r.dedupe_key = j.dedupe_key)
-                )
-            order by j.run_after, j.id
-            limit 1
-            for update skip locked
-        ), ready as materialized (
-            select j.id, j.tenant_id, j.dedupe_key
-            from reactor.jobs j
-            where j.type = p_types[i] and j.status in ('pending', 'failed') and not j.is_suspect and j.run_after <= p_now
-                and not exists (
-                    select from reactor.jobs r
-                    where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type
-                        and r.dedupe_key = j.dedupe_key
-                )
-                and not exists (select from suspects s where s.tenant_id = j.tenant_id and s.dedupe_key = j.dedupe_key)
-            order by j.run_after, j.id
-            limit p_limits[i] - (select count(*) from suspect)
-            for update skip locked
-        ), due as (
-            select * from suspect union all select * from ready
-        ), twin as materialized (  -- key by key: a fresh table without statistics is joined the wrong way round
-            select t.* from (select distinct d.tenant_id, d.dedupe_key from due d where d.dedupe_key is not null) k,
-            lateral (
-                select t.id, t.tenant_id, t.dedupe_key, t.payload, t.run_after <= p_now as is_due
-                from reactor.jobs t
-                where t.tenant_id = k.tenant_id and t.type = p_types[i] and t.dedupe_key = k.dedupe_key
-                    and t.status in ('pending', 'failed') and t.dedupe_key is not null
-                order by t.id  -- the order of the twins' own index, which is then the cheaper one
-                for update skip locked
-            ) t
-        ), family as materialized (  -- windows, not joins: a batch costs what it is long
-            select t.id, t.payload, min(t.id) filter (where t.is_due) over w as lead_id, max(t.id) over w as version
-            from twin t window w as (partition by t.tenant_id, t.dedupe_key)
-        ), lead as (
-            select f.lead_id as id, f.version, f.payload from family f where f.id = f.version
-            union all
-            select d.id, d.id, null from due d where d.dedupe_key is null
-        ), absorbed as (
-            update reactor.jobs j
-            set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
-            from family f
-            where j.id = f.id and f.id <> f.lead_id
-            returning j.id
-        )
-        update reactor.jobs j
-        set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(p_max_attempts[i], j.max_attempts),
-            version = greatest(j.version, l.version),
-            payload = coalesce(l.payload, j.payload),
-            locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = gen_random_uuid(),
-            updated_at = p_now
-        from lead l
-        where j.id = l.id
-        returning j.*;
+        v_suspects := exists (select from reactor.jobs j where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed'));
+        if v_suspects then
+            v_picked := v_picked || array(
+                select j.id from reactor.jobs j
+                where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
+                    and coalesce((p_lanes -> j.type -> j.lane ->> 'room')::int, p_limits[i]) > 0
+                    and not exists (
+                        select from reactor.jobs r where r.status = 'running' and r.type = j.type
+                            and (r.is_suspect or r.tenant_id = j.tenant_id and r.dedupe_key = j.dedupe_key))
+                order by j.run_after, j.id limit 1 for update skip locked);
+        end if;
+        v_lane := '';
+        loop
+            select j.lane into v_lane from reactor.jobs j
+            where j.type = p_types[i] and j.lane > v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+            order by j.lane limit 1;
+            exit when not found;
+            v_room := coalesce((p_lanes -> p_types[i] -> v_lane ->> 'room')::int, p_limits[i]);
+            if v_room > 0 then
+                v_picked := v_picked || reactor.pick_jobs(p_types[i], v_lane, v_room,
+                    coalesce(p_lanes -> p_types[i] -> v_lane ->> 'after', ''), v_suspects, p_now);
+            end if;
+        end loop;
     end loop;
+    if v_picked = '{}' then
+        return;
+    end if;
+    return query
+    with picked as materialized (
+        select j.id, j.tenant_id, j.type, j.dedupe_key from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
+    ), key as materialized (
+        select p.tenant_id, p.type, p.dedupe_key, min(p.id) as first_id from picked p where p.dedupe_key is not null group by 1, 2, 3
+    ), twin as materialized (  -- seldom any; windows, for a join would grow with the square of a batch
+        select k.first_id, t.id, least(k.first_id, min(t.id) filter (where t.is_due) over family) as lead_id,
+            greatest(k.first_id, max(t.id) over family) as version
+        from key k, lateral (
+            select j.id, j.run_after <= p_now as is_due from reactor.jobs j
+            where j.tenant_id = k.tenant_id and j.type = k.type and j.dedupe_key = k.dedupe_key
+                and j.status in ('pending', 'failed') and j.dedupe_key is not null and j.id <> k.first_id
+            order by j.id  -- the order of the twins' own index, which is then the cheaper one
+            for update skip locked
+        ) t
+        window family as (partition by k.first_id)
+    ), lead as materialized (
+        select k.first_id as id, k.first_id as version from key k where k.first_id not in (select t.first_id from twin t)
+        union all
+        select p.id, p.id from picked p where p.dedupe_key is null
+        union all
+        select distinct t.lead_id, t.version from twin t
+    ), absorbed as (
+        update reactor.jobs j
+        set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
+        from (select distinct t.first_id as id, t.lead_id from twin t where t.first_id <> t.lead_id
+              union all
+              select t.id, t.lead_id from twin t where t.id <> t.lead_id) f
+        where j.id = f.id
+        returning j.id
+    ), counted as (
+        insert into reactor.job_minutes as m (minute, done, dead)
+        select date_trunc('minute', p_now), count(*), 0 from absorbed having count(*) > 0
+        on conflict (minute, backend) do update set done = m.done + excluded.done
+    )
+    update reactor.jobs j
+    set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(
+            p_max_attempts[array_position(p_types, j.type)], j.max_attempts),
+        version = greatest(j.version, l.version),
+        payload = case when l.version = j.id then j.payload else (select p.payload from reactor.jobs p where p.id = l.version) end,
+        locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = v_token, updated_at = p_now
+    from lead l
+    where j.id = l.id
+    returning j.id, j.type, j.tenant_id, j.payload, j.attempts, j.max_attempts, j.dedupe_key, j.lane, j.version, j.claim_token,
+        nullif(j.notes, '{}'), j.is_suspect;
 end
 $$;
 
 -- Jobs whose lease has run out: due again at once, as suspects. The attempt counts only for one that ran as a suspect: the
--- others were merely beside it. Returns how many.
-create or replace function reactor.release_expired_jobs(p_now timestamptz default clock_timestamp()) returns int
+-- others were merely beside it. Returns what each became.
+create or replace function reactor.release_expired_jobs(p_now timestamptz default clock_timestamp())
+returns table (id bigint, type text, tenant_id text, attempts int, status text, opened_alert text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
+#variable_conflict use_column
 declare
     v_ids bigint[];
     v_tokens uuid[];
 begin
-    select array_agg(id), array_agg(claim_token) into v_ids, v_tokens
+    select array_agg(e.id), array_agg(e.claim_token) into v_ids, v_tokens
     from (
         select j.id, j.claim_token from reactor.jobs j
         where j.status = 'running' and j.lease_until < p_now
-        order by j.lease_until limit 1000 for update skip locked
-    ) expired;
+        limit 1000 for update skip locked
+    ) e;
     if v_ids is null then
-        return 0;
+        return;
     end if;
-    perform reactor.settle_jobs(v_ids, v_tokens, array_fill('expired'::text, array[cardinality(v_ids)]), null,
+    return query
+    select j.id, j.type, j.tenant_id, j.attempts, j.status, s.opened_alert
+    from reactor.settle_jobs(v_ids, v_tokens, array_fill('expired'::text, array[cardinality(v_ids)]), null,
         array_fill('lease_expired: the worker went silent'::text, array[cardinality(v_ids)]),
-        array_fill(0::float8, array[cardinality(v_ids)]), p_now);
-    return cardinality(v_ids);
+        array_fill(0::float8, array[cardinality(v_ids)]), p_now => p_now) s
+    join reactor.jobs j on j.id = s.id;
+    perform reactor.ring();
 end
 $$;
 
 -- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead, expired (see release_expired_jobs).
 -- A failed one waits p_delays[i] seconds (null: the backoff), or is dead when that was its last attempt; a snoozed one
--- waits p_delays[i] seconds and gets its attempt back. Returns what each became; a job whose claim token is no longer
--- the given one is not touched and not returned. Dead ones open an alert a type and error code; opened_alert names it
--- on one of the jobs that made it new.
+-- waits p_delays[i] seconds and gets its attempt back, or is dead when it has done nothing else for p_snooze_limit.
+-- Returns what the others than the done ones became, with a null status for jobs whose claim token is no longer the given
+-- one: those are not touched. Dead ones open an alert a type and error code; opened_alert names it on one of the jobs that
+-- made it new.
 create or replace function reactor.settle_jobs(
     p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null, p_errors text[] default null,
-    p_delays float8[] default null, p_now timestamptz default clock_timestamp()
+    p_delays float8[] default null, p_snooze_limit interval default '7 d', p_now timestamptz default clock_timestamp()
 ) returns table (id bigint, status text, run_after timestamptz, opened_alert text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 begin
     return query
-    with ending as (
-        select * from unnest(p_ids, p_tokens, p_endings, p_results, p_errors, p_delays)
-            as e (id, token, ending, result, error, delay_s)
+    with ending as materialized (
+        select e.id, e.token, e.result, e.error, e.delay_s,
+            case when e.ending = 'snoozed' and j.snoozed_since < p_now - p_snooze_limit then 'given_up' else e.ending end as ending
+        from unnest(p_ids, p_tokens, p_endings, p_results, p_errors, p_delays) as e (id, token, ending, result, error, delay_s)
+        left join reactor.jobs j on e.ending = 'snoozed' and j.id = e.id
     ), settled as (
         update reactor.jobs j
         set status = case
                 when e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect then 'pending'
-                when e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
+                when e.ending = 'given_up' or e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
                 when e.ending = 'expired' then 'failed'
                 else e.ending
             end,
             attempts = j.attempts - (e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect)::int,
             is_suspect = e.ending = 'expired',
+            snoozed_since = case when e.ending = 'snoozed' then coalesce(j.snoozed_since, p_now) end,
             run_after = case
                 when e.ending = 'snoozed' then p_now + make_interval(secs => e.delay_s)
                 when e.ending in ('failed', 'expired') then p_now + coalesce(make_interval(secs => e.delay_s), reactor.backoff(j.attempts))
                 else j.run_after
             end,
-            result = e.result, last_error = coalesce(e.error, j.last_error),
+            result = e.result,
+            last_error = case when e.ending = 'given_up' then 'snoozed_too_long: ' || e.error else coalesce(e.error, j.last_error) end,
+            history = case when e.ending in ('done', 'snoozed') then j.history
+                else reactor.remember(j.history, jsonb_build_object('at', p_now, 'attempt', j.attempts, 'error', left(e.error, 200))) end,
             locked_by = null, lease_until = null, claim_token = null, updated_at = p_now
         from ending e
-        where j.id = e.id and j.claim_token = e.token and j.status = 'running'
+        where j.id = e.id and j.claim_token = e.token
         returning j.id, j.status, j.run_after, j.type, j.last_error
+    ), counted as (
+        insert into reactor.job_minutes as m (minute, done, dead)
+        select date_trunc('minute', p_now), count(*) filter (where s.status = 'done'), count(*) filter (where s.status = 'dead')
+        from settled s where s.status in ('done', 'dead') having count(*) > 0
+        on conflict (minute, backend) do update set done = m.done + excluded.done, dead = m.dead + excluded.dead
     ), dead as materialized (
         select g.last_id, g.subject, reactor.open_alert('dead_jobs', g.subject,
             jsonb_build_object('type', g.type, 'error', g.error, 'job_id', g.last_id, 'jobs', g.jobs)) as is_new
@@ -255,8 +404,46 @@ begin
               from settled s where s.status = 'dead' group by 1, 2 order by 2) g  -- two settlers lock alerts in one order
     )
     select s.id, s.status, s.run_after, d.subject
-    from settled s left join dead d on d.last_id = s.id and d.is_new;
+    from settled s left join dead d on d.last_id = s.id and d.is_new
+    where s.status <> 'done'
+    union all
+    select e.id, null, null, null from ending e where e.id not in (select s.id from settled s);
 end
+$$;
+
+-- A job's history with one entry more; the oldest make room.
+create or replace function reactor.remember(p_history jsonb, p_entry jsonb) returns jsonb
+language sql immutable
+set search_path = pg_catalog, pg_temp
+as $$ select (coalesce($1, '[]') || $2) - case when jsonb_array_length($1) >= 20 then 0 else 99 end $$;
+
+-- Makes jobs due now with all their attempts before them: the given dead or failed ones, or the dead ones of a type, or
+-- (both null) every dead one. Returns their ids; their history and last error stay.
+create or replace function reactor.retry_jobs(p_ids bigint[] default null, p_type text default null, p_now timestamptz default clock_timestamp())
+returns setof bigint
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    update reactor.jobs j
+    set status = 'pending', attempts = 0, run_after = p_now, updated_at = p_now, snoozed_since = null,
+        history = reactor.remember(j.history, jsonb_build_object('at', p_now, 'retried', true))
+    where (p_ids is null or j.id = any (p_ids)) and (p_type is null or j.type = p_type)
+        and (j.status = 'dead' or j.status = 'failed' and p_ids is not null)
+    returning j.id;
+    perform reactor.resolve_cured_jobs(), reactor.ring();
+end
+$$;
+
+-- Closes the alerts of dead jobs that are none any more.
+create or replace function reactor.resolve_cured_jobs() returns void
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.alerts a set resolved_at = now()
+    where a.cause = 'dead_jobs' and a.resolved_at is null and not exists (
+        select from reactor.jobs j where j.status = 'dead' and j.type || ' ' || split_part(j.last_error, ':', 1) = a.subject)
 $$;
 
 -- Extends the leases still held; returns the ids of those that were. A job that its handler's own transaction has locked
@@ -271,7 +458,7 @@ as $$
     where j.id in (
         select h.id from reactor.jobs h
         join unnest($1, $2) as held (id, token) on h.id = held.id and h.claim_token = held.token
-        where h.status = 'running' for update of h skip locked)
+        for update of h skip locked)
     returning j.id
 $$;
 
@@ -283,7 +470,6 @@ set search_path = pg_catalog, pg_temp
 as $$
     select j.id from reactor.jobs j
     join unnest($1, $2) as held (id, token) on j.id = held.id and j.claim_token = held.token
-    where j.status = 'running'
     order by j.id for update of j
 $$;
 
@@ -292,12 +478,19 @@ create or replace function reactor.complete_jobs(p_ids bigint[], p_tokens uuid[]
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    update reactor.jobs j
-    set status = 'done', result = e.result, locked_by = null, lease_until = null, claim_token = null,
-        updated_at = clock_timestamp()
-    from unnest($1, $2, $3) as e (id, token, result)
-    where j.id = e.id and j.claim_token = e.token and j.status = 'running'
-    returning j.id
+    with completed as (
+        update reactor.jobs j
+        set status = 'done', result = e.result, snoozed_since = null, is_suspect = false, locked_by = null, lease_until = null,
+            claim_token = null, updated_at = clock_timestamp()
+        from unnest($1, $2, $3) as e (id, token, result)
+        where j.id = e.id and j.claim_token = e.token
+        returning j.id
+    ), counted as (
+        insert into reactor.job_minutes as m (minute, done, dead)
+        select date_trunc('minute', clock_timestamp()), count(*), 0 from completed having count(*) > 0
+        on conflict (minute, backend) do update set done = m.done + excluded.done
+    )
+    select id from completed
 $$;
 
 -- Merges a note into a running job; false when the claim has passed to another worker.
@@ -307,25 +500,37 @@ set search_path = pg_catalog, pg_temp
 as $$
     with noted as (
         update reactor.jobs set notes = notes || $3, updated_at = clock_timestamp()
-        where id = $1 and claim_token = $2 and status = 'running'
+        where id = $1 and claim_token = $2
         returning id
     )
     select exists (select from noted)
 $$;
 
--- Seconds, by the database's clock, until the next waiting job of these types or the next lease's end is due; never
--- negative; null when nothing waits.
-create or replace function reactor.next_due_s(p_types text[]) returns float8
+-- What a worker that found nothing to claim may sleep on: the next timer (a job for later, or the end of a lease) in
+-- seconds by the database's clock, null when there is none; whether ready jobs wait in lanes without room (p_lanes, as
+-- for the claim); whether some wait although there is room, for a twin to end.
+create or replace function reactor.look_ahead(p_types text[], p_lanes jsonb default '{}')
+returns table (due_s float8, is_crowded boolean, is_blocked boolean)
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    select greatest(extract(epoch from n.next_at - clock_timestamp()), 0)::float8
-    from (select least(
-        (select min(due.run_after) from unnest($1) as t (type), lateral (
-            select j.run_after from reactor.jobs j
-            where j.type = t.type and j.status in ('pending', 'failed')
-            order by j.run_after limit 1) due),
-        (select min(lease_until) from reactor.jobs where status = 'running')
-    ) as next_at) n
-    where n.next_at is not null  -- greatest() would make a null 0
+    with recursive lane as (
+        select t.type collate "C" as type, '' collate "C" as lane from unnest($1) as t (type)
+        union all
+        select l.type, n.lane from lane l, lateral (
+            select j.lane from reactor.jobs j
+            where j.type = l.type and j.lane > l.lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+            order by j.lane limit 1) n
+    ), waiting as (
+        select coalesce(($2 -> type -> lane ->> 'room')::int, 1) > 0 as has_room from lane where lane <> ''
+        union all
+        select coalesce(($2 -> s.type -> s.lane ->> 'room')::int, 1) > 0 from reactor.jobs s
+        where s.is_suspect and s.status in ('pending', 'failed') and s.run_after <= s.updated_at and s.type = any ($1)
+    )
+    select greatest(extract(epoch from least(
+            (select j.run_after from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at
+             order by j.run_after, j.id limit 1),
+            (select min(j.lease_until) from reactor.jobs j where j.status = 'running')) - clock_timestamp()), 0)::float8,
+        coalesce(bool_or(not has_room), false), coalesce(bool_or(has_room), false)
+    from waiting
 $$;

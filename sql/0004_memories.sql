@@ -427,13 +427,10 @@ create or replace function reactor.prune(p_keep interval, p_limit int) returns b
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    with cured as (
-        update reactor.alerts a set resolved_at = now()
-        where a.cause = 'dead_jobs' and a.resolved_at is null and not exists (
-            select from reactor.jobs j where j.status = 'dead' and j.type || ' ' || split_part(j.last_error, ':', 1) = a.subject)
-    ), jobs as (
-        delete from reactor.jobs where id in (
-            select id from reactor.jobs where status = 'done' and status in ('done', 'dead') and updated_at < now() - $1 limit $2)
+    select reactor.resolve_cured_jobs();
+    delete from reactor.job_minutes where minute < now() - interval '25 h';
+    with jobs as (
+        delete from reactor.jobs where id in (select id from reactor.jobs where status = 'done' and updated_at < now() - $1 limit $2)
         returning 1
     ), rejected as (
         delete from reactor.rejected where id in (select id from reactor.rejected where created_at < now() - $1 limit $2)

@@ -191,15 +191,27 @@ create or replace function reactor.status() returns jsonb
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
+    with waiting as (  -- index only, whatever else the table holds
+        select status, count(*) as jobs, min(run_after) as first_at from reactor.jobs
+        where status in ('pending', 'failed') and run_after <= updated_at and not is_suspect group by status
+        union all
+        select status, count(*), min(run_after) from reactor.jobs
+        where status in ('pending', 'failed') and run_after > updated_at group by status
+        union all
+        select status, count(*), min(run_after) from reactor.jobs
+        where is_suspect and status in ('pending', 'failed') and run_after <= updated_at group by status
+    ), day as (
+        select coalesce(sum(done), 0)::bigint as done, coalesce(sum(dead), 0)::bigint as dead
+        from reactor.job_minutes where minute > now() - interval '24 h'
+    )
     select jsonb_build_object(
-        'pending', (select count(*) from reactor.jobs where status = 'pending'),
-        'failed', (select count(*) from reactor.jobs where status = 'failed'),
+        'pending', (select coalesce(sum(jobs), 0)::bigint from waiting where status = 'pending'),
+        'failed', (select coalesce(sum(jobs), 0)::bigint from waiting where status = 'failed'),
         'running', (select count(*) from reactor.jobs where status = 'running'),
-        'done_24h', (select count(*) from reactor.jobs where status = 'done' and updated_at > now() - interval '24 h'),
+        'done_24h', (select done from day),
         'dead', (select count(*) from reactor.jobs where status = 'dead'),
-        'dead_24h', (select count(*) from reactor.jobs where status = 'dead' and updated_at > now() - interval '24 h'),
-        'oldest_due_s', (select extract(epoch from now() - min(run_after))::float8 from reactor.jobs
-            where status in ('pending', 'failed') and run_after <= now()),
+        'dead_24h', (select dead from day),
+        'oldest_due_s', (select extract(epoch from now() - min(first_at))::float8 from waiting where first_at <= now()),
         'listener', coalesce((select case when bool_or(application_name = 'memory-reactor listener') then 'listening' else 'polling' end
             from pg_stat_activity where datname = current_database()
             and application_name in ('memory-reactor listener', 'memory-reactor worker') having count(*) > 0), 'down'),

@@ -26,6 +26,7 @@ begin
                 using errcode = '42501', hint = format('as its owner: grant usage on schema %s to %I', v_vector, reactor.worker_role());
         end if;
         execute format('grant select, update on reactor.jobs to %I', reactor.worker_role());
+        execute format('grant select, insert, update on reactor.job_minutes to %I', reactor.worker_role());
         execute format('grant select, delete on reactor.tombstones to %I', reactor.worker_role());
         execute format('grant select on reactor.sources to %I', reactor.worker_role());
         execute format('grant select, insert, update on reactor.tenants to %I', reactor.worker_role());

@@ -1,0 +1,125 @@
+-- Recurring jobs, and the look a minute for what must not fail silently.
+--
+-- A schedule's next_at is its next tick; whoever moves it to the one after enqueues the job, in one statement, so that each
+-- tick runs once however many reactors there are. null: to be computed, for a reactor knows cron and Postgres does not.
+
+create table if not exists reactor.schedules (
+    name text primary key,
+    type text not null,                       -- of the job
+    cron text not null,                       -- minute hour day-of-month month day-of-week
+    timezone text not null default 'UTC',     -- of these five, daylight saving included
+    payload jsonb not null default '{}' check (jsonb_typeof(payload) = 'object'),
+    tenant_id text not null default '',
+    lane text,
+    missed text not null default 'once' check (missed in ('once', 'skip', 'all')),  -- ticks that no reactor saw
+    is_enabled boolean not null default true,
+    next_at timestamptz,
+    last_at timestamptz,                      -- the last tick that was run
+    error text,                               -- why it has no next tick
+    created_at timestamptz not null default now()
+);
+call reactor.protect('reactor.schedules', 'registry');
+
+create or replace function reactor.schedule_written() returns trigger
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if tg_level = 'ROW' then
+        if (new.cron, new.timezone, new.is_enabled) is distinct from (old.cron, old.timezone, old.is_enabled) then
+            new.next_at := null;
+            new.error := null;
+        end if;
+        return new;
+    end if;
+    perform pg_notify('reactor_schedules', '');
+    return null;
+end
+$$;
+do $$
+begin
+    if not exists (select from pg_trigger where tgrelid = 'reactor.schedules'::regclass and tgname = 'reactor_changed') then
+        create trigger reactor_changed before update on reactor.schedules for each row execute function reactor.schedule_written();
+        create trigger reactor_told after insert or delete or update of cron, timezone, is_enabled on reactor.schedules
+            for each statement execute function reactor.schedule_written();
+    end if;
+end
+$$;
+
+-- Moves a schedule from the tick p_expected on to p_next and enqueues a job for each of p_ticks. False when it is no
+-- longer at p_expected: another reactor was first, or somebody changed it.
+create or replace function reactor.fire_schedule(p_name text, p_expected timestamptz, p_next timestamptz, p_ticks timestamptz[])
+returns boolean
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s reactor.schedules;
+    v_tick timestamptz;
+begin
+    update reactor.schedules set next_at = p_next, last_at = coalesce(p_ticks[cardinality(p_ticks)], last_at), error = null
+    where name = p_name and is_enabled and next_at is not distinct from p_expected returning * into s;
+    if not found then
+        return false;
+    end if;
+    foreach v_tick in array p_ticks loop
+        -- Runs of one schedule never overlap: they share a key. Unless every tick is owed a run of its own.
+        perform reactor.enqueue_job(s.type, s.payload || jsonb_build_object('scheduled_for', v_tick), s.tenant_id,
+            'schedule:' || s.name || case when s.missed = 'all' then '@' || extract(epoch from v_tick) else '' end, null, s.lane, 5);
+    end loop;
+    perform reactor.resolve_alert('bad_schedule', s.name);
+    return true;
+end
+$$;
+
+-- Notes that a schedule's cron expression or time zone is none; true when that is news.
+create or replace function reactor.refuse_schedule(p_name text, p_error text) returns boolean
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update reactor.schedules set error = p_error, next_at = null where name = p_name and error is distinct from p_error;
+    return found and reactor.open_alert('bad_schedule', p_name, jsonb_build_object('error', p_error));
+end
+$$;
+
+-- Owes a look at every source p_every from now, unless one is owed already.
+create or replace function reactor.owe_reconcile(p_every interval) returns void
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    select reactor.enqueue_job('reconcile', '{}', '', 'all', now() + $1, 'upkeep', 5)
+    where not exists (select from reactor.jobs
+        where tenant_id = '' and type = 'reconcile' and dedupe_key = 'all' and status in ('pending', 'failed'))
+$$;
+
+-- Opens and closes the alerts of what stands still: types with a job due for longer than p_stuck (nobody handles it, or
+-- too much waits), lanes whose dependency has been away for long (p_away; p_well are in order), a reactor on p_host that
+-- hears no notifications (p_deaf: why, null when it hears them). Returns what is news.
+create or replace function reactor.check_health(p_host text, p_deaf text, p_away text[], p_well text[], p_stuck interval)
+returns table (event text, cause text, subject text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    v_wrong jsonb;
+begin
+    select coalesce(jsonb_object_agg(w.cause || ' ' || w.subject, w.detail), '{}') into v_wrong from (
+        select 'stuck_jobs' as cause, j.type as subject, jsonb_build_object('jobs', count(*), 'oldest', min(j.run_after)) as detail
+        from reactor.jobs j
+        where j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after < now() - p_stuck
+        group by j.type
+        union all select 'lane_away', l, '{}' from unnest(p_away) l
+        union all select 'listener_lost', p_host, jsonb_build_object('reason', p_deaf) where p_deaf is not null
+    ) w;
+    return query
+    select 'alert_opened', split_part(w.key, ' ', 1), substr(w.key, strpos(w.key, ' ') + 1) from jsonb_each(v_wrong) w
+    where reactor.open_alert(split_part(w.key, ' ', 1), substr(w.key, strpos(w.key, ' ') + 1), w.value);
+    return query
+    update reactor.alerts a set resolved_at = now()
+    where a.resolved_at is null and not v_wrong ? (a.cause || ' ' || a.subject)
+        and (a.cause = 'stuck_jobs' or a.cause = 'lane_away' and a.subject = any (p_well) or a.cause = 'listener_lost' and a.subject = p_host)
+    returning 'alert_resolved', a.cause, a.subject;
+end
+$$;
