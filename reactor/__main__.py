@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from io import TextIOWrapper
 from typing import Annotated, Any, TypeVar
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import anyio
 import asyncpg
@@ -387,6 +388,147 @@ def _print_hits(hits: Any, *, as_json: bool) -> None:
     _table(["score", "kind", "source", "when", "content"], rows)
 
 
+@app.command(epilog=_example("REACTOR_HANDLERS=handlers_of_mine reactor dev"))
+def dev() -> None:
+    """Run a reactor that starts again when handlers or SQL change. Broken code leaves the last good one running."""
+    from reactor.dev import run_dev  # noqa: PLC0415
+
+    settings = load_settings()
+    dsn = _dsn(settings)
+    anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
+    anyio.run(lambda: run_dev(settings, dsn, say=say))
+
+
+@app.command("check-handlers", hidden=True)
+def check_handlers() -> None:
+    """Import the handlers as `run` would."""
+    from reactor.loading import RESOURCES, load_handlers, wanted_by  # noqa: PLC0415
+
+    for type_, handler in load_handlers(load_settings().handlers).items():
+        wanted_by(type_, handler, RESOURCES)
+
+
+jobs_app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_typer(jobs_app, name="jobs")
+_STATUSES = ("pending", "running", "failed", "done", "dead")
+
+
+@jobs_app.callback(
+    invoke_without_command=True, epilog=_example("reactor jobs --status dead --type publish", "reactor jobs show 7")
+)
+def jobs(
+    context: typer.Context,
+    status: Annotated[str | None, typer.Option(help=", ".join(_STATUSES) + ".")] = None,
+    type_: Annotated[str | None, typer.Option("--type", help="Only this type.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, max=10_000, help="How many.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """The queue's jobs, newest first; `show ID` prints one in full."""
+    if context.invoked_subcommand is not None:
+        return
+    if status is not None and status not in _STATUSES:
+        raise Misuse(f"--status {status}: one of {', '.join(_STATUSES)}")
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        # Its status written out, so that it leads to the small index of that status whatever the table's history.
+        of_status = "true" if status is None else f"status = '{status}'"
+        rows = await _on_one_connection(
+            dsn,
+            "select id, type, tenant_id, lane, status, attempts, max_attempts, run_after, last_error, updated_at "
+            f"from reactor.jobs where {of_status} and ($1::text is null or type = $1) "
+            "and ($2::text is null or tenant_id = $2) order by id desc limit $3",
+            type_,
+            tenant,
+            n,
+        )
+        if as_json:
+            _print_json([dict(row) for row in rows])
+            return
+        names = ["id", "type", "tenant", "status", "attempts", "run after", "last error"]
+        _table(names, [
+            [str(row["id"]), row["type"], row["tenant_id"], row["status"], f"{row['attempts']}/{row['max_attempts']}",
+             f"{row['run_after']:%Y-%m-%d %H:%M:%S}", (row["last_error"] or "")[:200]]
+            for row in rows
+        ])  # fmt: skip
+
+    _run(work)
+
+
+@jobs_app.command("show", epilog=_example("reactor jobs show 7 --json"))
+def show_job(job_id: Annotated[int, typer.Argument(metavar="ID")], as_json: Json = False) -> None:
+    """One job in full, with the history of its attempts."""
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        rows = await _on_one_connection(
+            dsn, "select to_jsonb(j) - 'claim_token' from reactor.jobs j where id = $1", job_id
+        )
+        if not rows:
+            raise Unavailable(f"there is no job {job_id} (done ones are kept for REACTOR_JOB_RETENTION_D days)")
+        if as_json:
+            _print_json(rows[0][0])
+        else:
+            _table(["", ""], [[name, _plain(value)] for name, value in rows[0][0].items()])
+
+    _run(work)
+
+
+@app.command(epilog=_example("reactor retry 7 8", "reactor retry --type publish", "reactor retry --all"))
+def retry(
+    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Dead or failed jobs.")] = None,
+    type_: Annotated[str | None, typer.Option("--type", help="Every dead job of this type.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every dead job.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run dead jobs again, now, with all their attempts before them. Their history stays."""
+    if (bool(ids) + (type_ is not None) + every) != 1:
+        raise Misuse("retry which? Give ids, or --type, or --all")
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        retried = {
+            row[0] for row in await _on_one_connection(dsn, "select reactor.retry_jobs($1, $2)", ids or None, type_)
+        }
+        if as_json:
+            _print_json(sorted(retried))
+        say(f"{len(retried)} jobs will run again")
+        if left := sorted(set(ids or ()) - retried):
+            raise Unavailable(f"neither dead nor failed, or not there: {', '.join(map(str, left))}")
+
+    _run(work)
+
+
+@app.command(epilog=_example("reactor schedules"))
+def schedules(as_json: Json = False) -> None:
+    """The recurring jobs of reactor.schedules and when each runs next."""
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        rows = await _on_one_connection(
+            dsn,
+            "select name, type, tenant_id, cron, timezone, missed, is_enabled, last_at, next_at, error "
+            "from reactor.schedules order by name",
+        )
+        if as_json:
+            _print_json([dict(row) for row in rows])
+            return
+        names = ["name", "type", "cron", "zone", "last", "next"]
+        _table(names, [
+            [row["name"], row["type"], row["cron"], row["timezone"], _local(row["last_at"], row["timezone"]),
+             row["error"] or (_local(row["next_at"], row["timezone"]) if row["is_enabled"] else "off")]
+            for row in rows
+        ])  # fmt: skip
+
+    _run(work)
+
+
+def _local(at: datetime | None, timezone: str) -> str:
+    if at is None:
+        return "-"
+    try:
+        return f"{at.astimezone(ZoneInfo(timezone)):%Y-%m-%d %H:%M}"
+    except (ZoneInfoNotFoundError, ValueError):
+        return f"{at:%Y-%m-%d %H:%M} UTC"
+
+
 @app.command(epilog=_example("reactor status --json"))
 def status(as_json: Json = False) -> None:
     """The queue's numbers, the listener, the memories. Exit code 1 when Postgres is away."""
@@ -396,7 +538,7 @@ def status(as_json: Json = False) -> None:
         if as_json:
             _print_json(numbers)
         else:
-            _table(["", ""], [[name, _number(numbers[name])] for name in sorted(numbers)])
+            _table(["", ""], [[name, _plain(numbers[name])] for name in sorted(numbers)])
         models = set(numbers["models"])
         target = settings.target_model()
         if models - {target}:
@@ -405,12 +547,12 @@ def status(as_json: Json = False) -> None:
     _run(work)
 
 
-def _number(value: Any) -> str:
+def _plain(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.1f}"
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 
 def main() -> None:

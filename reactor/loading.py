@@ -25,6 +25,10 @@ BUILT_IN = next(
 )
 
 
+RESOURCES = ("pool", "embedder", "embedders", "http", "log", "settings")
+"""What a handler may name."""
+
+
 def load_handlers(folder: Path | None) -> dict[str, Handler]:
     """The built-in handlers and those of `folder`, by job type.
 
