@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any
 
 import anyio
 import asyncpg
@@ -20,12 +24,13 @@ import asyncpg
 from reactor import db
 from reactor.job import Bound, Handler, Job
 from reactor.jobs import Jobs
-from reactor.listener import Wakeup
+from reactor.listener import Listener, Wakeup
 from reactor.log import get_log
 from reactor.worker import Worker
 
 JOBS = 20_000
 BATCH = 500
+LATENCIES = 200
 
 RAW_TABLE = """
     create table jobs (id bigint generated always as identity primary key, kind text not null,
@@ -48,14 +53,6 @@ RAW_CLAIM = """
 RAW_DONE = (
     "update jobs set state = 'done', finished_at = now(), lease_until = null where id = any ($1) and state = 'running'"
 )
-
-
-def new_database(dsn: str, name: str) -> str:
-    return (
-        dsn.rpartition("/")[0] + f"/{name}" + dsn[dsn.index("?") :]
-        if "?" in dsn
-        else f"{dsn.rpartition('/')[0]}/{name}"
-    )
 
 
 async def fresh(dsn: str, name: str) -> str:
@@ -173,12 +170,140 @@ async def ours_sleeping(dsn: str) -> float:
     return await drain(dsn, Handler(nap, concurrency=BATCH))
 
 
-CONTESTANTS: dict[str, Callable] = {f.__name__: f for f in (raw, pgqueuer, ours_batched, ours_single, ours_sleeping)}
+# --- how long from a commit to the handler's start, one job at a time beside an idle reactor ---
+
+
+async def produce(dsn: str, statement: str) -> None:
+    """Commits one job every 50 ms or so; prints when each was acknowledged, by CLOCK_MONOTONIC."""
+    conn = await asyncpg.connect(dsn)
+    prepared = await conn.prepare(statement)
+    acknowledged = []
+    for number in range(LATENCIES):
+        await asyncio.sleep(0.05 * random.uniform(0.5, 1.5))
+        await prepared.fetch(number)
+        acknowledged.append(time.monotonic_ns())
+    print(json.dumps(acknowledged))
+    await conn.close()
+
+
+async def latencies(dsn: str, statement: str, started: dict[int, int]) -> list[float]:
+    """Milliseconds of each job, in order of size."""
+    producer = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.queue", "produce", dsn, statement, stdout=subprocess.PIPE
+    )
+    out, _ = await producer.communicate()
+    while len(started) < LATENCIES:
+        await asyncio.sleep(0.05)
+    return sorted((started[i] - at) / 1e6 for i, at in enumerate(json.loads(out)))
+
+
+async def raw_latency(dsn: str) -> list[float]:
+    dsn = await fresh(dsn, "bench_raw")
+    conn, listening = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
+    await conn.execute(RAW_TABLE)
+    rung, started = asyncio.Event(), {}
+    await listening.add_listener("jobs", lambda *_: rung.set())
+    claim, done = await conn.prepare(RAW_CLAIM), await conn.prepare(RAW_DONE)
+
+    async def work() -> None:
+        while True:
+            rung.clear()
+            if rows := await claim.fetch(100):
+                for row in rows:
+                    started[json.loads(row["payload"])["i"]] = time.monotonic_ns()
+                await done.fetch([row["id"] for row in rows])
+            else:
+                await rung.wait()
+
+    worker = asyncio.ensure_future(work())
+    statement = "insert into jobs (kind, payload) values ('noop', jsonb_build_object('i', $1::int))"
+    took = await latencies(dsn, statement, started)
+    worker.cancel()
+    return took
+
+
+async def pgqueuer_latency(dsn: str) -> list[float]:
+    from pgqueuer import PgQueuer
+    from pgqueuer.db import AsyncpgDriver
+    from pgqueuer.queries import Queries
+
+    dsn = await fresh(dsn, "bench_pgqueuer")
+    await Queries(AsyncpgDriver(await asyncpg.connect(dsn))).install()
+    manager, started = PgQueuer(AsyncpgDriver(await asyncpg.connect(dsn))), {}
+
+    @manager.entrypoint("noop")
+    async def noop(job: Any) -> None:
+        started[int(job.payload)] = time.monotonic_ns()
+
+    worker = asyncio.ensure_future(manager.run(batch_size=10))
+    await asyncio.sleep(1)
+    statement = "insert into pgqueuer (priority, entrypoint, payload, status, execute_after) values (0, 'noop', convert_to($1::int::text, 'UTF8'), 'queued', now())"
+    took = await latencies(dsn, statement, started)
+    manager.shutdown.set()
+    await worker
+    return took
+
+
+@asynccontextmanager
+async def at_work(dsn: str, handlers: dict[str, Handler]) -> AsyncIterator[Worker]:
+    """A worker that sleeps on its listener, as in `reactor run`."""
+    async with db.create_pool(dsn, application="memory-reactor worker", size=4, resets=False) as pool:
+        queue, wakeup = Jobs(pool, worker=str(os.getpid()), lease=timedelta(seconds=30)), Wakeup()
+        heard = {"reactor_wake": lambda _payload: wakeup.ring("notify")}
+        listener = Listener(dsn, heard, notify=queue.notify, log=get_log(), on_ready=wakeup.ring)
+        bound = {type_: Bound(handler, handler.function) for type_, handler in handlers.items()}
+        worker = Worker(queue, bound, wakeup=wakeup, watch=listener, poll_s=5, drain_s=1, log=get_log())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.run)
+            tasks.start_soon(worker.run)
+            while not listener.is_armed and listener.state != "listening":
+                await anyio.sleep(0.01)
+            yield worker
+            worker.stop()
+            tasks.cancel_scope.deadline = anyio.current_time() + 5
+            await anyio.sleep(0.1)
+            tasks.cancel_scope.cancel()
+
+
+async def ours_latency(dsn: str) -> list[float]:
+    dsn, started = await fresh(dsn, "bench_ours"), {}
+    await db.migrate(dsn)
+
+    async def noop(job: Job) -> None:
+        started[job.payload["i"]] = time.monotonic_ns()
+
+    async with at_work(dsn, {"noop": Handler(noop)}):
+        await anyio.sleep(1)
+        return await latencies(dsn, "select reactor.enqueue('noop', jsonb_build_object('i', $1::int), 'acme')", started)
+
+
+# --- reactors of their own for what the producers feel, and for many at once ---
+
+
+async def serve(dsn: str, kind: str) -> None:
+    """A reactor whose handler does nothing (`busy`), or never ends (`full`); says ready, then what it settled."""
+
+    async def handle(_jobs: list[Job]) -> None:
+        if kind == "full":
+            await anyio.sleep_forever()
+
+    async with at_work(dsn, {"sync_row": Handler(handle, batch=BATCH, concurrency=1, lane="memory")}) as worker:
+        print("ready", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+        print(worker.settled_jobs, flush=True)
+    os._exit(0)  # a handler that never ends is not waited for
+
+
+async def main(name: str, *args: str) -> None:
+    answer = await globals()[name](*args)
+    if answer is not None:
+        print(json.dumps(answer))
+
 
 if __name__ == "__main__":
-    if os.environ.get("UVLOOP") or sys.argv[1] in ("raw", "pgqueuer"):
+    if sys.argv[1].startswith(("raw", "pgqueuer")):  # as fast as they can be
         import uvloop
 
-        print(json.dumps(uvloop.run(CONTESTANTS[sys.argv[1]](sys.argv[2]))))
+        uvloop.run(main(*sys.argv[1:]))
     else:
-        print(json.dumps(anyio.run(CONTESTANTS[sys.argv[1]], sys.argv[2])))
+        anyio.run(main, *sys.argv[1:])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
@@ -54,6 +55,33 @@ class Ahead:
     is_blocked: bool
 
 
+class _Line:
+    """A connection kept at hand: taking one from the pool and giving it back costs more than a claim."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._conn: Any = None  # of the pool
+        self.is_kept = False
+
+    async def fetch(self, query: str, *args: Any) -> list[Any]:
+        try:
+            if self._conn is None or self._conn.is_closed():
+                await self.let_go()
+                self._conn = await self._pool.acquire(timeout=_ACQUIRE_S)
+            rows: list[Any] = await self._conn.fetch(query, *args, timeout=_STATEMENT_S)
+        except BaseException:
+            await self.let_go()
+            raise
+        if not self.is_kept:
+            await self.let_go()
+        return rows
+
+    async def let_go(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            await self._pool.release(conn)
+
+
 class Jobs:
     """One worker's view of the queue.
 
@@ -75,13 +103,29 @@ class Jobs:
         snooze_limit: timedelta = timedelta(days=7),
     ) -> None:
         self._pool = pool
+        self._claims, self._endings = _Line(pool), _Line(pool)
         self.worker = worker
         self.lease = lease
         self.instance = instance
         self._snooze_limit = snooze_limit
 
-    async def _fetch(self, query: str, *args: Any) -> list[Any]:
+    @asynccontextmanager
+    async def at_hand(self) -> AsyncIterator[None]:
+        """Keep a connection for claims and one for settling, each used by one task at a time."""
+        lines = (self._claims, self._endings)
+        for line in lines:
+            line.is_kept = True
+        try:
+            yield
+        finally:
+            for line in lines:
+                line.is_kept = False
+                await line.let_go()
+
+    async def _fetch(self, query: str, *args: Any, line: _Line | None = None) -> list[Any]:
         with reaching():
+            if line is not None:
+                return await line.fetch(query, *args)
             async with self._pool.acquire(timeout=_ACQUIRE_S) as conn:
                 return await conn.fetch(query, *args, timeout=_STATEMENT_S)
 
@@ -106,6 +150,7 @@ class Jobs:
             self.lease,
             [(most_attempts or {}).get(type_) for type_ in limits],
             lanes or {},
+            line=self._claims,
         )
         return [
             Job(
@@ -142,6 +187,7 @@ class Jobs:
             "select * from reactor.settle_jobs($1, $2, $3, $4, $5, $6, $7)",
             *(list(column) for column in zip(*rows, strict=True)),
             self._snooze_limit,
+            line=self._endings,
         )
         return {row["id"]: Ending(row["status"], row["run_after"], row["opened_alert"]) for row in settled}
 
@@ -161,7 +207,9 @@ class Jobs:
 
     async def look_ahead(self, types: Sequence[str], lanes: Lanes | None = None) -> Ahead:
         """What may be slept on, once `claim` of the same types and lanes found nothing."""
-        [row] = await self._fetch("select * from reactor.look_ahead($1, $2)", list(types), lanes or {})
+        [row] = await self._fetch(
+            "select * from reactor.look_ahead($1, $2)", list(types), lanes or {}, line=self._claims
+        )
         return Ahead(*row)
 
     async def notify(self, channel: str) -> None:

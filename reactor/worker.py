@@ -131,7 +131,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop`; then drain. Never raises for an outage."""
-        async with anyio.create_task_group() as upkeep:
+        async with self._jobs.at_hand(), anyio.create_task_group() as upkeep:
             upkeep.start_soon(self._settle_loop)
             upkeep.start_soon(self._heartbeat_loop)
             # asyncio's own group for the calls: a task of it costs a tenth of anyio's, and there is one for every job.

@@ -223,6 +223,7 @@ create or replace function reactor.claim_jobs(
 language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan  -- planning it anew would take longer than running it
 as $$
 #variable_conflict use_column
 declare
@@ -266,6 +267,9 @@ begin
     if v_picked = '{}' then
         return;
     end if;
+    -- A server that crashes may forget a claim that has just been made: the job is due again, and its token fences the one
+    -- who still runs it. What that one notes or settles waits for the disk, and so for the claim before it.
+    perform set_config('synchronous_commit', 'off', true);
     return query
     with picked as materialized (
         select j.id, j.tenant_id, j.type, j.dedupe_key from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
@@ -358,6 +362,7 @@ create or replace function reactor.settle_jobs(
 language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan  -- planning it anew would take longer than running it
 as $$
 #variable_conflict use_column
 begin
@@ -511,26 +516,30 @@ $$;
 -- for the claim); whether some wait although there is room, for a twin to end.
 create or replace function reactor.look_ahead(p_types text[], p_lanes jsonb default '{}')
 returns table (due_s float8, is_crowded boolean, is_blocked boolean)
-language sql
+language plpgsql
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
 as $$
+begin
+    return query
     with recursive lane as (
-        select t.type collate "C" as type, '' collate "C" as lane from unnest($1) as t (type)
+        select t.type collate "C" as type, '' collate "C" as lane from unnest(p_types) as t (type)
         union all
         select l.type, n.lane from lane l, lateral (
             select j.lane from reactor.jobs j
             where j.type = l.type and j.lane > l.lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
             order by j.lane limit 1) n
     ), waiting as (
-        select coalesce(($2 -> type -> lane ->> 'room')::int, 1) > 0 as has_room from lane where lane <> ''
+        select coalesce((p_lanes -> type -> lane ->> 'room')::int, 1) > 0 as has_room from lane where lane <> ''
         union all
-        select coalesce(($2 -> s.type -> s.lane ->> 'room')::int, 1) > 0 from reactor.jobs s
-        where s.is_suspect and s.status in ('pending', 'failed') and s.run_after <= s.updated_at and s.type = any ($1)
+        select coalesce((p_lanes -> s.type -> s.lane ->> 'room')::int, 1) > 0 from reactor.jobs s
+        where s.is_suspect and s.status in ('pending', 'failed') and s.run_after <= s.updated_at and s.type = any (p_types)
     )
     select greatest(extract(epoch from least(
             (select j.run_after from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at
              order by j.run_after, j.id limit 1),
             (select min(j.lease_until) from reactor.jobs j where j.status = 'running')) - clock_timestamp()), 0)::float8,
         coalesce(bool_or(not has_room), false), coalesce(bool_or(has_room), false)
-    from waiting
+    from waiting;
+end
 $$;
