@@ -535,10 +535,11 @@ begin
         select coalesce((p_lanes -> s.type -> s.lane ->> 'room')::int, 1) > 0 from reactor.jobs s
         where s.is_suspect and s.status in ('pending', 'failed') and s.run_after <= s.updated_at and s.type = any (p_types)
     )
-    select greatest(extract(epoch from least(
+    select (select greatest(extract(epoch from n.next_at - clock_timestamp()), 0)::float8 from (select least(
             (select j.run_after from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at
              order by j.run_after, j.id limit 1),
-            (select min(j.lease_until) from reactor.jobs j where j.status = 'running')) - clock_timestamp()), 0)::float8,
+            (select min(j.lease_until) from reactor.jobs j where j.status = 'running')) as next_at) n
+         where n.next_at is not null),  -- greatest() would make a null 0
         coalesce(bool_or(not has_room), false), coalesce(bool_or(has_room), false)
     from waiting;
 end
