@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -31,7 +32,9 @@ _MOST_IN_FLIGHT_S = 0.25
 _WATCH_S = 1.0  # how often one tries to take the watch over from a reactor that sleeps armed
 _RETRY_S = 1.0
 _LAST_LOOK_S = 2.0  # what a stop grants a claim under way: a frozen server would never answer it
+_CUT_OFF_S = 2.0  # what a call that is cut off may take to let go; one that swallows being cancelled never does
 _SETTLE_S = 5.0  # what a stop grants the last settlement beyond the drain
+_FORGET_S = 600.0  # a lane given to `enqueue` that has been empty for as long
 
 
 @dataclass(slots=True)
@@ -39,18 +42,24 @@ class _Lane:
     """Jobs that share their places in this reactor and their fate."""
 
     name: str
+    concurrency: int  # the smallest of the types met in it
     calls: int = 0  # started
     running: int = 0  # of these, what does not wait for a place: types may share a lane, and are claimed together
     freed: anyio.Event | None = None  # set for those who wait for a place
     outages: int = 0  # in a row; above 0 the breaker is open, or half open once its rest is over
     opened_at: float = 0.0  # monotonic, as the next
     rests_until: float = 0.0
+    used_at: float = 0.0
+    well_at: float = float("-inf")
 
-    def places(self, concurrency: int, now: float) -> int:
-        """How many more calls may start; a half-open lane lets one through."""
-        if self.rests_until > now:
-            return 0
-        return max(concurrency - self.calls, 0) if self.outages == 0 else int(self.calls == 0)
+    @property
+    def most(self) -> int:
+        """The most calls at once: one, while a success has yet to close the breaker."""
+        return 1 if self.outages else self.concurrency
+
+    def places(self, now: float) -> int:
+        """How many more calls may start."""
+        return 0 if self.rests_until > now else max(self.most - self.calls, 0)
 
 
 @dataclass(slots=True)
@@ -110,10 +119,15 @@ class Worker:
         self._log = log
         self._lanes: dict[str, _Lane] = {}
         self._streams: dict[str, dict[str, _Stream]] = {type_: {} for type_ in handlers}
+        for type_ in handlers:
+            self._stream_of(type_, type_)
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_cut_off = False  # the drain is over: what is cancelled from now on, we cancelled
         self._running: dict[int, Job] = {}
         self._ended: list[tuple[Job, Outcome, float]] = []
         self._settle_bell = Wakeup()
         self._sweep_at = 0.0  # monotonic
+        self._overdue = 0  # looks in a row at a timer that is over and that nobody can act upon
         self._away: set[str] = set()  # what failed when it last asked Postgres: an outage is one line, not one a second
         self._stopping = False
         self._looking = anyio.CancelScope()
@@ -130,18 +144,18 @@ class Worker:
         self._wakeup.ring("stop")
 
     async def run(self) -> None:
-        """Work until `stop`; then drain. Never raises for an outage."""
-        async with self._jobs.at_hand(), anyio.create_task_group() as upkeep:
+        """Work until `stop`; then drain. Never raises for an outage, nor for what a handler does."""
+        async with anyio.create_task_group() as upkeep:
             upkeep.start_soon(self._settle_loop)
             upkeep.start_soon(self._heartbeat_loop)
-            # asyncio's own group for the calls: a task of it costs a tenth of anyio's, and there is one for every job.
-            with anyio.CancelScope() as drain:
-                async with asyncio.TaskGroup() as calls:
-                    with self._looking:
-                        await self._claim_loop(calls)
-                        if self._watch is not None:
-                            await self._watch.disarm(hand_over=True)
-                    drain.deadline = anyio.current_time() + self._drain_s
+            try:
+                with self._looking:
+                    await self._claim_loop()
+                    if self._watch is not None:
+                        await self._watch.disarm(hand_over=True)
+                await self._wait_for_calls(self._drain_s)
+            finally:
+                await self._cut_off()
             self._is_drained.set()
             self._settle_bell.ring()
             # The settle loop ends by itself once everything is settled; the others have no reason to.
@@ -149,7 +163,22 @@ class Worker:
                 await self._settled.wait()
             upkeep.cancel_scope.cancel()
 
-    async def _claim_loop(self, calls: asyncio.TaskGroup) -> None:
+    async def _wait_for_calls(self, longest_s: float) -> None:
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=longest_s)
+
+    async def _cut_off(self) -> None:
+        """Cancel the calls that still run; after a moment, leave those that do not care to their leases."""
+        with anyio.CancelScope(shield=True):
+            await asyncio.sleep(0)  # one that never began would not notice, and its jobs not go back
+            self._is_cut_off = True
+            for call in self._calls:
+                call.cancel()
+            await self._wait_for_calls(_CUT_OFF_S)
+        if self._calls:
+            self._log.error("handlers_hang", calls=len(self._calls))
+
+    async def _claim_loop(self) -> None:
         """Look, start what was found, and sleep only where whoever commits a job later is sure to ring.
 
         The protocol is `reactor.ring` and `reactor.arm` in sql/0002, proven by tests/wake_model.py: the bell is cleared
@@ -159,7 +188,7 @@ class Worker:
         why, nap = "start", _Nap()
         while not self._stopping:
             self._wakeup.clear()
-            rest = await self._look(calls, why)
+            rest = await self._look(why)
             if rest is None:
                 why, nap = "more", _Nap()
                 if self._watch is not None:  # only now that the handlers have started
@@ -203,7 +232,7 @@ class Worker:
                 return "watch"
         return rest.why
 
-    async def _look(self, calls: asyncio.TaskGroup, why: str) -> _Rest | None:
+    async def _look(self, why: str) -> _Rest | None:
         """Claim and start what fits: None. Where nothing does, what to sleep on."""
         limits, lanes = self._room()
         most = {type_: self._handlers[type_].spec.max_attempts for type_ in limits}
@@ -213,8 +242,9 @@ class Worker:
             claimed = await self._jobs.claim(limits, most, lanes)
             if claimed:
                 self._away.discard("claim_failed")
+                self._overdue = 0
                 self.woken_by[why] += 1
-                self._start(claimed, calls)
+                self._start(claimed)
                 return None
             ahead = await self._jobs.look_ahead(list(limits), lanes)
         except (Unavailable, asyncpg.PostgresError) as exc:
@@ -224,8 +254,11 @@ class Worker:
         self._away.discard("claim_failed")
         rests = [_Rest(self._poll_s, "floor"), *self._rests_of_lanes()]
         if ahead.due_s is not None:
-            rests.append(_Rest(ahead.due_s, "timer"))
-            self._sweep_at = min(self._sweep_at, time.monotonic() + ahead.due_s)
+            self._overdue = min(self._overdue + 1, 9) if ahead.due_s <= 0 else 0
+            # Somebody's transaction holds what is overdue, perhaps for long.
+            due_s = max(ahead.due_s, 0.001 * 2.0**self._overdue if self._overdue > 1 else 0.0)
+            rests.append(_Rest(due_s, "timer"))
+            self._sweep_at = min(self._sweep_at, time.monotonic() + due_s)
         if ahead.is_blocked:
             rests.append(_Rest(_BLOCKED_S, "blocked"))
         if ahead.is_crowded:
@@ -239,21 +272,33 @@ class Worker:
         limits = {type_: bound.spec.concurrency * bound.spec.batch for type_, bound in self._handlers.items()}
         lanes: dict[str, dict[str, dict[str, int | str]]] = {}
         for type_, streams in self._streams.items():
-            spec = self._handlers[type_].spec
+            batch = self._handlers[type_].spec.batch
             for name, stream in streams.items():
-                places = stream.lane.places(spec.concurrency, now)
-                room = 1 if places and stream.lane.outages else places * spec.batch
+                places = stream.lane.places(now)
+                room = places if stream.lane.outages else places * batch
                 lanes.setdefault(type_, {})[name] = {"room": room, "after": stream.after}
         return limits, lanes
 
-    def _stream_of(self, job: Job) -> _Stream:
-        stream = self._streams[job.type].get(job.lane)
+    def _stream_of(self, type_: str, lane: str) -> _Stream:
+        stream = self._streams[type_].get(lane)
         if stream is None:
-            own = self._handlers[job.type].spec.lane
-            name = own if own is not None and job.lane == job.type else job.lane
-            stream = _Stream(self._lanes.setdefault(name, _Lane(name)))
-            self._streams[job.type][job.lane] = stream
+            spec = self._handlers[type_].spec
+            name = spec.lane if spec.lane is not None and lane == type_ else lane
+            shared = self._lanes.setdefault(name, _Lane(name, spec.concurrency))
+            shared.concurrency = min(shared.concurrency, spec.concurrency)
+            stream = self._streams[type_][lane] = _Stream(shared)
         return stream
+
+    def _forget_lanes(self) -> None:
+        """A lane may be named after anything, and there is no end to names."""
+        before = time.monotonic() - _FORGET_S
+        for type_, streams in self._streams.items():
+            for name, stream in list(streams.items()):
+                lane = stream.lane
+                if name != type_ and lane.calls == 0 and lane.outages == 0 and lane.used_at < before:
+                    del streams[name]
+        used = {stream.lane.name for streams in self._streams.values() for stream in streams.values()}
+        self._lanes = {name: lane for name, lane in self._lanes.items() if name in used}
 
     def _rests_of_lanes(self) -> Iterator[_Rest]:
         """When each lane that rests may be tried again."""
@@ -265,6 +310,7 @@ class Worker:
     async def _sweep(self) -> None:
         """Return to the queue what dead workers held."""
         self._sweep_at = time.monotonic() + self._poll_s
+        self._forget_lanes()
         if self._running:  # after an outage, or a sleep of the machine, our own leases come first
             await self._jobs.extend(list(self._running.values()))
         expired = await self._jobs.release_expired()
@@ -284,7 +330,7 @@ class Worker:
             if job.opened_alert is not None:
                 self._log.error("alert_opened", cause="dead_jobs", subject=job.opened_alert)
 
-    def _start(self, claimed: Sequence[Job], calls: asyncio.TaskGroup) -> None:
+    def _start(self, claimed: Sequence[Job]) -> None:
         together: dict[tuple[str, str], list[Job]] = {}
         tenants: dict[tuple[str, str], set[str]] = {}
         for job in claimed:
@@ -292,22 +338,26 @@ class Worker:
             stream = job.type, job.lane
             tenants.setdefault(stream, set()).add(job.tenant_id)
             if job.is_suspect:
-                self._start_call([job], calls)
+                self._start_call([job])
             else:
                 together.setdefault(stream, []).append(job)
         for (type_, _), jobs in together.items():
             batch = self._handlers[type_].spec.batch
             for start in range(0, len(jobs), batch):
-                self._start_call(jobs[start : start + batch], calls)
+                self._start_call(jobs[start : start + batch])
         for (type_, lane), served in tenants.items():
             stream_ = self._streams[type_][lane]
             around = {tenant for tenant in served if tenant <= stream_.after}
             stream_.after = max(around or served)
 
-    def _start_call(self, batch: list[Job], calls: asyncio.TaskGroup) -> None:
-        lane = self._stream_of(batch[0]).lane
+    def _start_call(self, batch: list[Job]) -> None:
+        lane = self._stream_of(batch[0].type, batch[0].lane).lane
         lane.calls += 1
-        calls.create_task(self._run_call(self._handlers[batch[0].type], lane, batch))
+        lane.used_at = time.monotonic()
+        # Not a task group's: there is one for every job, and what one of them does must never reach the others.
+        call = asyncio.get_running_loop().create_task(self._run_call(self._handlers[batch[0].type], lane, batch))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
     def _missed(self, event: str, exc: Exception, **fields: object) -> None:
         if event not in self._away:
@@ -316,8 +366,9 @@ class Worker:
 
     async def _run_call(self, bound: Bound, lane: _Lane, batch: list[Job]) -> None:
         started = time.perf_counter()
+        outcomes: list[Outcome] = []
         try:
-            while lane.running >= bound.spec.concurrency:
+            while lane.running >= lane.most:
                 lane.freed = lane.freed or anyio.Event()
                 await lane.freed.wait()
             lane.running += 1
@@ -329,20 +380,25 @@ class Worker:
                     lane.freed.set()
                     lane.freed = None
         except asyncio.CancelledError:
-            # Drained before it ended: back to the queue unharmed, unless the handler settled it already.
-            self._end([(job, job.outcome or Snooze(0, "drained")) for job in batch], started)
+            # Cut off before it ended: back to the queue unharmed, unless the handler settled it already.
+            outcomes = [job.outcome or Snooze(0, "drained") for job in batch]
             raise
+        except Exception as exc:  # noqa: BLE001  # an exception of the handler's own may raise when it is read
+            outcomes = [job.outcome or Failed(type(exc).__name__, _where(exc)) for job in batch]
         finally:
             lane.calls -= 1
             self._wakeup.ring("ended")
-        self._end(list(zip(batch, outcomes, strict=True)), started)
+            if outcomes:
+                self._end(list(zip(batch, outcomes, strict=True)), started)
 
     async def _outcomes_of(self, bound: Bound, lane: _Lane, batch: list[Job]) -> list[Outcome]:
         """Run the handler and turn every ending into a value.
 
         A batch that fails as a whole is run again one by one, so that one bad job takes no neighbour down.
         """
-        returned, problem = await _call(bound, batch)
+        if (rest_s := lane.rests_until - time.monotonic()) > 0:  # since the claim, or since a neighbour's call
+            return [job.outcome or Snooze(rest_s, "its lane rests") for job in batch]
+        returned, problem = await self._call(bound, batch)
         if isinstance(problem, Unavailable):
             return self._open(lane, batch, problem)
         self._close(lane)
@@ -352,25 +408,41 @@ class Worker:
         if isinstance(problem, StaleClaim):  # settling will find the token changed, and say so
             return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
         failed = _ending_after(problem)
-        if isinstance(failed, Failed) and not isinstance(problem, _TooSlow):
-            self._log.error(
-                "handler_error", type=batch[0].type, error_code=failed.code, at=failed.message, jobs=len(batch)
-            )
         if len(batch) == 1:
             return [batch[0].outcome or failed]
-        outcomes: list[Outcome] = []
+        self._log.error(
+            "batch_failed", type=batch[0].type, error_code=failed.code, error=failed.message, jobs=len(batch)
+        )
         for job in batch:
-            rest_s = lane.rests_until - time.monotonic()  # since one of its neighbours, perhaps
-            if job.outcome is None and rest_s <= 0:
-                outcomes += await self._outcomes_of(bound, lane, [job])
-            else:
-                outcomes.append(job.outcome or Snooze(rest_s, "its lane rests"))
-        return outcomes
+            if job.outcome is None:  # kept on the job, should the drain cut off the rest
+                [job.outcome] = await self._outcomes_of(bound, lane, [job])
+        return [job.outcome or failed for job in batch]
+
+    async def _call(self, bound: Bound, batch: list[Job]) -> tuple[object, BaseException | None]:
+        """What the handler returned, or what went wrong; the one broad catch of this program."""
+        if self._is_cut_off:
+            raise asyncio.CancelledError
+        timeout = asyncio.timeout(bound.spec.timeout_s)
+        try:
+            async with timeout:
+                return await bound.call(batch if bound.spec.batch > 1 else batch[0]), None
+        except GeneratorExit:
+            raise
+        except BaseException as exc:
+            if self._is_cut_off:  # whatever the handler made of that
+                raise asyncio.CancelledError from exc
+            if (task := asyncio.current_task()) is not None:
+                while task.cancelling():  # not by us: by code of the handler's
+                    task.uncancel()
+            if timeout.expired():
+                return None, _TooSlow(f"longer than {bound.spec.timeout_s:g} s")
+            return None, _heart_of(exc)
 
     def _open(self, lane: _Lane, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
-        if exc.retry_after_s is not None:  # "at once", for ever, would spin
-            delay_s = min(max(_FIRST_PAUSE_S, exc.retry_after_s), _MOST_RETRY_AFTER_S)
+        named_s = _seconds_of(exc.retry_after_s)
+        if named_s is not None:
+            delay_s = max(_FIRST_PAUSE_S, named_s)  # "at once", for ever, would spin
         else:
             longest_s = min(_FIRST_PAUSE_S * 2.0**lane.outages, _MOST_PAUSE_S)
             delay_s = longest_s * random.uniform(0.75, 1.0)  # noqa: S311  # jitter
@@ -384,13 +456,14 @@ class Worker:
         return [job.outcome or Snooze(delay_s, f"{exc.code}: {exc}") for job in batch]
 
     def _close(self, lane: _Lane) -> None:
+        lane.well_at = time.monotonic()
         if lane.outages and lane.rests_until <= time.monotonic():  # not by a call that began before the outage
             lane.outages = 0
             self._log.info("lane_closed", lane=lane.name)
 
     def _end(self, endings: Sequence[tuple[Job, Outcome]], started: float) -> None:
         elapsed_ms = (time.perf_counter() - started) * 1000
-        self._ended += [(job, outcome, elapsed_ms) for job, outcome in endings]
+        self._ended += [(job, _sound(outcome), elapsed_ms) for job, outcome in endings]
         self._settle_bell.ring()
 
     async def _settle_loop(self) -> None:
@@ -401,7 +474,7 @@ class Worker:
             batch, self._ended = self._ended, []
             if batch:
                 try:
-                    settled = await self._jobs.settle([(job, outcome) for job, outcome, _ in batch])
+                    settled = await self._settle(batch)
                 except (Unavailable, asyncpg.PostgresError) as exc:
                     # The leases still hold, or will run out: either way nothing is lost.
                     self._missed("settle_failed", exc, jobs=len(batch))
@@ -423,6 +496,22 @@ class Worker:
                 return
             else:
                 await self._settle_bell.wait(self._poll_s)
+
+    async def _settle(self, batch: list[tuple[Job, Outcome, float]]) -> dict[int, Ending]:
+        """Settle them all; one whose ending cannot be stored fails, by itself."""
+        try:
+            return await self._jobs.settle([(job, outcome) for job, outcome, _ in batch])
+        except (asyncpg.DataError, asyncpg.ProgramLimitExceededError, RecursionError, ValueError, TypeError) as exc:
+            if len(batch) == 1:
+                job, _, elapsed_ms = batch[0]
+                batch[0] = job, Failed(type(exc).__name__, "what the handler returned cannot be stored"), elapsed_ms
+                return await self._jobs.settle([(job, batch[0][1])])
+        settled: dict[int, Ending] = {}
+        for i in range(len(batch)):
+            alone = batch[i : i + 1]
+            settled |= await self._settle(alone)
+            batch[i : i + 1] = alone
+        return settled
 
     def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Ending]) -> None:
         """A line for each way in which jobs of a type ended, with the job's own fields where it is one job."""
@@ -468,36 +557,19 @@ class Worker:
                     self._away.discard("heartbeat_failed")
 
     def lanes(self, away_s: float) -> tuple[list[str], list[str]]:
-        """The lanes whose dependency has been away for that long, and those that are in order."""
+        """The lanes whose dependency has been away for that long, and those seen in order within that time."""
         since = time.monotonic() - away_s
         away = [lane.name for lane in self._lanes.values() if lane.outages and lane.opened_at < since]
-        return away, [lane.name for lane in self._lanes.values() if not lane.outages]
+        return away, [lane.name for lane in self._lanes.values() if not lane.outages and lane.well_at > since]
 
 
 class _TooSlow(Exception):
     """The handler took longer than its timeout."""
 
 
-async def _call(bound: Bound, batch: list[Job]) -> tuple[object, BaseException | None]:
-    """What the handler returned, or what went wrong; the one broad catch of this program."""
-    timeout = asyncio.timeout(bound.spec.timeout_s)
-    try:
-        async with timeout:
-            return await bound.call(batch if bound.spec.batch > 1 else batch[0]), None
-    except asyncio.CancelledError as exc:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return None, exc  # nobody cancelled us: a task that the handler waited for was
-    except (Exception, SystemExit) as exc:  # noqa: BLE001
-        if timeout.expired():
-            return None, _TooSlow(f"longer than {bound.spec.timeout_s:g} s")
-        return None, _heart_of(exc)
-
-
 def _heart_of(exc: BaseException) -> BaseException:
-    """What a group of exceptions is about: a bug before an outage, and the only one of a kind by itself."""
-    leaves = list(_leaves_of(exc))
+    """What a group of exceptions is about: a bug before an outage, and that before what was cancelled for it."""
+    leaves = [leaf for leaf in _leaves_of(exc) if not isinstance(leaf, asyncio.CancelledError)] or [exc]
     return next((leaf for leaf in leaves if not isinstance(leaf, Unavailable)), leaves[0])
 
 
@@ -513,6 +585,24 @@ def _code_of(exc: Exception) -> str:
     if isinstance(exc, Unavailable):
         return exc.code
     return f"{type(exc).__name__} {getattr(exc, 'sqlstate', '')}".strip()
+
+
+def _seconds_of(named: object) -> float | None:
+    """A delay that the other side named, within a day; None for what is no number, as a header may be."""
+    try:
+        seconds = float(named)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _MOST_RETRY_AFTER_S)
+
+
+def _sound(outcome: object) -> Outcome:
+    """What a handler set as `job.outcome`, if it is one."""
+    if isinstance(outcome, Failed):
+        return replace(outcome, retry_after_s=_seconds_of(outcome.retry_after_s))
+    if not isinstance(outcome, Outcome):
+        return Failed("outcome", f"{type(outcome).__name__} is no way for a job to end")
+    return outcome
 
 
 def _ending_of(returned: object) -> Outcome:
