@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -13,12 +14,22 @@ from reactor.log import Log
 
 _FRESH = timedelta(seconds=60)  # a tick seen this late was not missed
 _MOST_TICKS = 1000  # at once; the rest of a long absence follows
+_FIELDS = "minute, hour, day of month, month, day of week"
+_WORDS = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+}
 
 
 def plan(
     cron: str, timezone: str, missed: str, next_at: datetime | None, now: datetime
 ) -> tuple[list[datetime], datetime]:
-    """The ticks to run now, and the one to come.
+    """The ticks to run now, oldest first, and the one to come.
 
     `missed`: `once` runs the latest of the ticks that passed, `skip` only one that has just come, `all` each of them. A
     new schedule (`next_at` None) begins after `now`.
@@ -26,23 +37,53 @@ def plan(
     Raises:
         ValueError: The expression or the time zone is none, or has no tick.
     """
-    try:
-        local = now.astimezone(ZoneInfo(timezone))
-        coming = next(CronSim(cron, local))
-        if next_at is None or next_at > now:
-            return [], coming if next_at is None else next_at
-        if missed == "all":
-            later = takewhile(lambda tick: tick <= now, CronSim(cron, next_at.astimezone(local.tzinfo)))
-            ticks = [next_at, *islice(later, _MOST_TICKS)]
-            if len(ticks) > _MOST_TICKS:
-                return ticks[:-1], ticks[-1]
-            return ticks, coming
-        latest = max(next_at, next(CronSim(cron, local + timedelta(seconds=1), reverse=True)))
-    except (CronSimError, ZoneInfoNotFoundError, ValueError) as exc:
-        raise ValueError(f"{cron!r} in {timezone!r}: {exc}") from exc
-    except StopIteration:
-        raise ValueError(f"{cron!r} never comes") from None
+    if next_at is not None and next_at > now:
+        return [], next_at
+    coming = next(_ticks(cron, timezone, after=now), None)
+    if coming is None:
+        raise ValueError(f"{cron!r} never comes")
+    if next_at is None:
+        return [], coming
+    if missed == "all":
+        owed = [next_at, *islice(_ticks(cron, timezone, after=next_at, until=now), _MOST_TICKS)]
+        return (owed, coming) if len(owed) <= _MOST_TICKS else (owed[:-1], owed[-1])
+    latest = _latest(cron, timezone, next_at, now)
     return ([latest] if missed == "once" or now - latest <= _FRESH else []), coming
+
+
+def _ticks(cron: str, timezone: str, *, after: datetime, until: datetime | None = None) -> Iterator[datetime]:
+    """The instants of an expression, ascending.
+
+    As in cron, a time that the clock skips comes when it has jumped, and one that it repeats comes the first time only;
+    `*` in the minutes or hours follows real time.
+    """
+    expression = _WORDS.get(cron.strip().lower(), cron)
+    if len(expression.split()) != len(_FIELDS.split(",")):
+        raise ValueError(f"{cron!r} does not have the five fields {_FIELDS}")
+    try:
+        zone = ZoneInfo(timezone)
+    except (
+        ZoneInfoNotFoundError,
+        ValueError,
+        OSError,
+    ) as exc:  # OSError: a folder of zones, a name too long for a file
+        raise ValueError(f"there is no time zone {timezone!r}") from exc
+    try:
+        wall_ticks = CronSim(expression, after.astimezone(zone))
+    except (CronSimError, ValueError) as exc:
+        raise ValueError(f"{cron!r}: {str(exc).lower()}") from exc
+    # In the hour that a clock set back repeats, the wall shows again what came the first time.
+    ticks = (tick for tick in (wall_tick.astimezone(UTC) for wall_tick in wall_ticks) if tick > after)
+    return ticks if until is None else takewhile(lambda tick: tick <= until, ticks)
+
+
+def _latest(cron: str, timezone: str, since: datetime, now: datetime) -> datetime:
+    """The last tick up to `now`; `since` is one. Looked for near `now` first: a year has half a million minutes."""
+    for days in (1 / 24, 1, 40):
+        near = max(since, now - timedelta(days=days))
+        if ticks := list(_ticks(cron, timezone, after=near, until=now)):
+            return ticks[-1]
+    return [since, *_ticks(cron, timezone, after=since, until=now)][-1]
 
 
 async def fire_due(pool: Pool, *, log: Log) -> float | None:
@@ -54,21 +95,22 @@ async def fire_due(pool: Pool, *, log: Log) -> float | None:
     waits = []
     with reaching():
         async with pool.acquire(timeout=10.0) as conn:
-            for row in await conn.fetch(
-                "select name, cron, timezone, missed, next_at, clock_timestamp() as now "
+            for name, cron, timezone, missed, next_at, now in await conn.fetch(
+                "select name, cron, timezone, missed, next_at, clock_timestamp() "
                 "from reactor.schedules where is_enabled"
             ):
                 try:
-                    ticks, coming = plan(row["cron"], row["timezone"], row["missed"], row["next_at"], row["now"])
+                    ticks, coming = plan(cron, timezone, missed, next_at, now)
                 except ValueError as exc:
-                    if await conn.fetchval("select reactor.refuse_schedule($1, $2)", row["name"], str(exc)):
-                        log.error("alert_opened", cause="bad_schedule", subject=row["name"], error=str(exc))
+                    is_news = "select reactor.refuse_schedule($1, $2, $3, $4)"
+                    if await conn.fetchval(is_news, name, cron, timezone, str(exc)):
+                        log.error("alert_opened", cause="bad_schedule", subject=name, error=str(exc))
                     continue
-                if coming != row["next_at"]:
-                    fired = await conn.fetchval(
-                        "select reactor.fire_schedule($1, $2, $3, $4)", row["name"], row["next_at"], coming, ticks
-                    )
-                    if fired and ticks:
-                        log.info("schedule_fired", schedule=row["name"], ticks=len(ticks))
-                waits.append(max((coming - row["now"]).total_seconds(), 0.0))
+                if coming != next_at:
+                    fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
+                    if await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks) and ticks:
+                        log.info("schedule_fired", schedule=name, ticks=len(ticks))
+                waits.append(max((coming - now).total_seconds(), 0.0))
+            for row in await conn.fetch("select reactor.resolve_mended_schedules()"):
+                log.info("alert_resolved", cause="bad_schedule", subject=row[0])
     return min(waits, default=None)

@@ -4,13 +4,13 @@
 -- tick runs once however many reactors there are. null: to be computed, for a reactor knows cron and Postgres does not.
 
 create table if not exists reactor.schedules (
-    name text primary key,
-    type text not null,                       -- of the job
-    cron text not null,                       -- minute hour day-of-month month day-of-week
-    timezone text not null default 'UTC',     -- of these five, daylight saving included
+    name text primary key check (length(name) between 1 and 200),
+    type text not null check (type <> ''),    -- of the job
+    cron text not null,                       -- minute hour day-of-month month day-of-week, or @hourly, @daily, ...
+    timezone text not null default 'UTC',     -- of these, daylight saving included
     payload jsonb not null default '{}' check (jsonb_typeof(payload) = 'object'),
-    tenant_id text not null default '',
-    lane text,
+    tenant_id text not null default '' check (length(tenant_id) <= 200),
+    lane text check (length(lane) <= 200),
     missed text not null default 'once' check (missed in ('once', 'skip', 'all')),  -- ticks that no reactor saw
     is_enabled boolean not null default true,
     next_at timestamptz,
@@ -47,9 +47,10 @@ end
 $$;
 
 -- Moves a schedule from the tick p_expected on to p_next and enqueues a job for each of p_ticks. False when it is no
--- longer at p_expected: another reactor was first, or somebody changed it.
-create or replace function reactor.fire_schedule(p_name text, p_expected timestamptz, p_next timestamptz, p_ticks timestamptz[])
-returns boolean
+-- longer as p_cron, p_timezone and p_expected say: another reactor was first, or somebody changed it.
+create or replace function reactor.fire_schedule(
+    p_name text, p_cron text, p_timezone text, p_expected timestamptz, p_next timestamptz, p_ticks timestamptz[]
+) returns boolean
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -58,29 +59,43 @@ declare
     v_tick timestamptz;
 begin
     update reactor.schedules set next_at = p_next, last_at = coalesce(p_ticks[cardinality(p_ticks)], last_at), error = null
-    where name = p_name and is_enabled and next_at is not distinct from p_expected returning * into s;
+    where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and next_at is not distinct from p_expected
+    returning * into s;
     if not found then
         return false;
     end if;
     foreach v_tick in array p_ticks loop
         -- Runs of one schedule never overlap: they share a key. Unless every tick is owed a run of its own.
         perform reactor.enqueue_job(s.type, s.payload || jsonb_build_object('scheduled_for', v_tick), s.tenant_id,
-            'schedule:' || s.name || case when s.missed = 'all' then '@' || extract(epoch from v_tick) else '' end, null, s.lane, 5);
+            'schedule:' || s.name || case when s.missed = 'all' then '@' || extract(epoch from v_tick)::bigint else '' end, null, s.lane, 5);
     end loop;
-    perform reactor.resolve_alert('bad_schedule', s.name);
     return true;
 end
 $$;
 
--- Notes that a schedule's cron expression or time zone is none; true when that is news.
-create or replace function reactor.refuse_schedule(p_name text, p_error text) returns boolean
+-- Notes that a schedule's cron expression or time zone is none; true when that is news. Nothing once they were changed.
+create or replace function reactor.refuse_schedule(p_name text, p_cron text, p_timezone text, p_error text) returns boolean
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    update reactor.schedules set error = p_error, next_at = null where name = p_name and error is distinct from p_error;
-    return found and reactor.open_alert('bad_schedule', p_name, jsonb_build_object('error', p_error));
+    update reactor.schedules set error = p_error, next_at = null
+    where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and error is distinct from p_error;
+    return exists (select from reactor.schedules where name = p_name and is_enabled and error = p_error)
+        and not exists (select from reactor.alerts where cause = 'bad_schedule' and subject = p_name and resolved_at is null)
+        and reactor.open_alert('bad_schedule', p_name, jsonb_build_object('error', p_error));
 end
+$$;
+
+-- Closes the alerts of schedules that are in order again, or off, renamed or gone; returns their names.
+create or replace function reactor.resolve_mended_schedules() returns setof text
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.alerts a set resolved_at = now()
+    where a.cause = 'bad_schedule' and a.resolved_at is null
+        and not exists (select from reactor.schedules s where s.name = a.subject and s.is_enabled and s.error is not null)
+    returning a.subject
 $$;
 
 -- Owes a look at every source p_every from now, unless one is owed already.
