@@ -19,7 +19,7 @@ create table if not exists reactor.jobs (
     id bigint primary key default nextval('reactor.job_ids'),
     type text collate "C" not null,
     tenant_id text collate "C" not null,    -- '' for work that belongs to no tenant
-    lane text collate "C" not null,
+    lane text collate "C" not null check (lane <> ''),
     dedupe_key text collate "C",
     payload jsonb not null default '{}',
     status text not null default 'pending' check (status in ('pending', 'running', 'failed', 'done', 'dead')),
@@ -40,6 +40,22 @@ create table if not exists reactor.jobs (
     created_at timestamptz not null default now(),
     updated_at timestamptz not null default now()
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02);
+
+do $$  -- of a release before lanes and turns
+begin
+    if exists (select from pg_attribute where attrelid = 'reactor.jobs'::regclass and attname = 'tenant_id' and attcollation <> '"C"'::regcollation) then
+        drop index if exists reactor.jobs_due, reactor.jobs_leases, reactor.jobs_ended;
+        drop policy reactor_scope on reactor.jobs;  -- names the column; protect, below, puts it back
+        update reactor.jobs set lane = type where lane = '';
+        alter table reactor.jobs alter type type text collate "C", alter tenant_id type text collate "C",
+            alter lane type text collate "C", add check (lane <> ''), alter dedupe_key type text collate "C",
+            add snoozed_since timestamptz, add history jsonb;
+        drop function reactor.next_due_s(text[]), reactor.release_expired_jobs(timestamptz),
+            reactor.claim_jobs(text[], int[], text, interval, int[], timestamptz),
+            reactor.settle_jobs(bigint[], uuid[], text[], jsonb[], text[], float8[], timestamptz);
+    end if;
+end
+$$;
 
 call reactor.put_index('reactor.jobs_ready', $$create index jobs_ready on reactor.jobs (type, lane, tenant_id, run_after, id) include (status) where status in ('pending', 'failed') and run_after <= updated_at and not is_suspect$$);
 call reactor.put_index('reactor.jobs_later', $$create index jobs_later on reactor.jobs (run_after, id) include (status) where status in ('pending', 'failed') and run_after > updated_at$$);
@@ -128,8 +144,11 @@ as $$
 declare
     v_id bigint;
 begin
-    if coalesce(p_type, '') = '' or p_tenant is null or length(p_tenant) > 200 or length(p_key) > 500 or length(p_lane) > 200 then
-        raise exception 'a job needs a type and a tenant of at most 200 characters (''''  for none)' using errcode = '22023';
+    if coalesce(p_type, '') = '' or length(p_type) > 200 or p_tenant is null or length(p_tenant) > 200 then
+        raise exception 'a job needs a type and a tenant of at most 200 characters ('''' for none)' using errcode = '22023';
+    end if;
+    if length(p_lane) > 200 or octet_length(p_key) > 500 then  -- what fits into an entry of an index
+        raise exception 'a job''s lane has at most 200 characters, its dedupe_key 500 bytes' using errcode = '22023';
     end if;
     if jsonb_typeof(coalesce(p_payload, '{}')) <> 'object' then
         raise exception 'a job''s payload is a JSON object' using errcode = '22023';
@@ -144,7 +163,7 @@ end
 $$;
 
 -- Adds one job and returns its id. A waiting job of the same tenant, type and dedupe_key may absorb it at the claim.
--- Errors: 22023 for a blank type, a tenant over 200 characters, a payload that is not an object.
+-- Errors: 22023 for a blank type, what is too long for an index, a payload that is not an object.
 create or replace function reactor.enqueue(
     type text, payload jsonb, tenant_id text, dedupe_key text default null,
     run_after timestamptz default now(), lane text default null, max_attempts int default 5
@@ -236,9 +255,9 @@ declare
 begin
     perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
     p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
-    update reactor.jobs set updated_at = p_now where id in (
+    update reactor.jobs j set updated_at = p_now where j.id = any (array(
         select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
-        order by j.run_after, j.id limit 1000 for update skip locked);
+        order by j.run_after, j.id limit 1000 for update skip locked));
     for i in 1 .. cardinality(p_types) loop
         v_suspects := exists (select from reactor.jobs j where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed'));
         if v_suspects then
@@ -246,9 +265,9 @@ begin
                 select j.id from reactor.jobs j
                 where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
                     and coalesce((p_lanes -> j.type -> j.lane ->> 'room')::int, p_limits[i]) > 0
-                    and not exists (
-                        select from reactor.jobs r where r.status = 'running' and r.type = j.type
-                            and (r.is_suspect or r.tenant_id = j.tenant_id and r.dedupe_key = j.dedupe_key))
+                    and not exists (select from reactor.jobs r where r.status = 'running' and r.type = p_types[i] and r.is_suspect)
+                    and (j.dedupe_key is null or (select 1 from reactor.jobs r
+                        where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
                 order by j.run_after, j.id limit 1 for update skip locked);
         end if;
         v_lane := '';
@@ -272,14 +291,16 @@ begin
     perform set_config('synchronous_commit', 'off', true);
     return query
     with picked as materialized (
-        select j.id, j.tenant_id, j.type, j.dedupe_key from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
+        select j.id, j.tenant_id, j.type, j.dedupe_key, greatest(j.id, j.version) as version, j.is_suspect
+        from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
     ), key as materialized (
-        select p.tenant_id, p.type, p.dedupe_key, min(p.id) as first_id from picked p where p.dedupe_key is not null group by 1, 2, 3
+        select distinct on (p.tenant_id, p.type, p.dedupe_key) p.tenant_id, p.type, p.dedupe_key, p.id as first_id, p.version, p.is_suspect
+        from picked p where p.dedupe_key is not null order by p.tenant_id, p.type, p.dedupe_key, p.id
     ), twin as materialized (  -- seldom any; windows, for a join would grow with the square of a batch
         select k.first_id, t.id, least(k.first_id, min(t.id) filter (where t.is_due) over family) as lead_id,
-            greatest(k.first_id, max(t.id) over family) as version
+            greatest(k.version, max(t.version) over family) as version, k.is_suspect or bool_or(t.is_suspect) over family as is_suspect
         from key k, lateral (
-            select j.id, j.run_after <= p_now as is_due from reactor.jobs j
+            select j.id, j.run_after <= p_now as is_due, greatest(j.id, j.version) as version, j.is_suspect from reactor.jobs j
             where j.tenant_id = k.tenant_id and j.type = k.type and j.dedupe_key = k.dedupe_key
                 and j.status in ('pending', 'failed') and j.dedupe_key is not null and j.id <> k.first_id
             order by j.id  -- the order of the twins' own index, which is then the cheaper one
@@ -287,11 +308,11 @@ begin
         ) t
         window family as (partition by k.first_id)
     ), lead as materialized (
-        select k.first_id as id, k.first_id as version from key k where k.first_id not in (select t.first_id from twin t)
+        select k.first_id as id, k.version, k.is_suspect from key k where k.first_id not in (select t.first_id from twin t)
         union all
-        select p.id, p.id from picked p where p.dedupe_key is null
+        select p.id, p.version, p.is_suspect from picked p where p.dedupe_key is null
         union all
-        select distinct t.lead_id, t.version from twin t
+        select distinct t.lead_id, t.version, t.is_suspect from twin t
     ), absorbed as (
         update reactor.jobs j
         set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
@@ -308,8 +329,9 @@ begin
     update reactor.jobs j
     set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(
             p_max_attempts[array_position(p_types, j.type)], j.max_attempts),
-        version = greatest(j.version, l.version),
-        payload = case when l.version = j.id then j.payload else (select p.payload from reactor.jobs p where p.id = l.version) end,
+        version = l.version, is_suspect = l.is_suspect,
+        payload = case when l.version = greatest(j.id, j.version) then j.payload
+            else coalesce((select p.payload from reactor.jobs p where p.id = l.version), j.payload) end,
         locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = v_token, updated_at = p_now
     from lead l
     where j.id = l.id
@@ -324,11 +346,13 @@ create or replace function reactor.release_expired_jobs(p_now timestamptz defaul
 returns table (id bigint, type text, tenant_id text, attempts int, status text, opened_alert text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
     v_ids bigint[];
     v_tokens uuid[];
+    v_alerts text[];
 begin
     select array_agg(e.id), array_agg(e.claim_token) into v_ids, v_tokens
     from (
@@ -339,18 +363,19 @@ begin
     if v_ids is null then
         return;
     end if;
-    return query
-    select j.id, j.type, j.tenant_id, j.attempts, j.status, s.opened_alert
+    select array_agg(s.id), array_agg(s.opened_alert) into v_ids, v_alerts
     from reactor.settle_jobs(v_ids, v_tokens, array_fill('expired'::text, array[cardinality(v_ids)]), null,
         array_fill('lease_expired: the worker went silent'::text, array[cardinality(v_ids)]),
-        array_fill(0::float8, array[cardinality(v_ids)]), p_now => p_now) s
-    join reactor.jobs j on j.id = s.id;
+        array_fill(0::float8, array[cardinality(v_ids)]), p_now => p_now) s;
+    return query  -- in a statement of its own, which sees them settled
+    select j.id, j.type, j.tenant_id, j.attempts, j.status, s.opened_alert
+    from unnest(v_ids, v_alerts) s (id, opened_alert) join reactor.jobs j on j.id = s.id;
     perform reactor.ring();
 end
 $$;
 
 -- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead, expired (see release_expired_jobs).
--- A failed one waits p_delays[i] seconds (null: the backoff), or is dead when that was its last attempt; a snoozed one
+-- A failed one waits p_delays[i] seconds, at most a day (null: the backoff), or is dead when that was its last attempt; a snoozed one
 -- waits p_delays[i] seconds and gets its attempt back, or is dead when it has done nothing else for p_snooze_limit.
 -- Returns what the others than the done ones became, with a null status for jobs whose claim token is no longer the given
 -- one: those are not touched. Dead ones open an alert a type and error code; opened_alert names it on one of the jobs that
@@ -368,15 +393,18 @@ as $$
 begin
     return query
     with ending as materialized (
-        select e.id, e.token, e.result, e.error, e.delay_s,
-            case when e.ending = 'snoozed' and j.snoozed_since < p_now - p_snooze_limit then 'given_up' else e.ending end as ending
+        select e.id, e.token, e.result, case when g.up then 'dead' else e.ending end as ending,
+            case when g.up then concat('snoozed_too_long: ', e.error) else e.error end as error,
+            -- Whatever number a handler came up with: the others must settle.
+            case when e.delay_s is not null then make_interval(secs => least(greatest(e.delay_s, 0), 366 * 86400)) end as delay
         from unnest(p_ids, p_tokens, p_endings, p_results, p_errors, p_delays) as e (id, token, ending, result, error, delay_s)
         left join reactor.jobs j on e.ending = 'snoozed' and j.id = e.id
+        cross join lateral (select j.snoozed_since < p_now - p_snooze_limit as up) g
     ), settled as (
         update reactor.jobs j
         set status = case
                 when e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect then 'pending'
-                when e.ending = 'given_up' or e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
+                when e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
                 when e.ending = 'expired' then 'failed'
                 else e.ending
             end,
@@ -384,12 +412,12 @@ begin
             is_suspect = e.ending = 'expired',
             snoozed_since = case when e.ending = 'snoozed' then coalesce(j.snoozed_since, p_now) end,
             run_after = case
-                when e.ending = 'snoozed' then p_now + make_interval(secs => e.delay_s)
-                when e.ending in ('failed', 'expired') then p_now + coalesce(make_interval(secs => e.delay_s), reactor.backoff(j.attempts))
+                when e.ending = 'snoozed' then p_now + coalesce(e.delay, '0')
+                when e.ending in ('failed', 'expired') then p_now + least(coalesce(e.delay, reactor.backoff(j.attempts)), '24 h')
                 else j.run_after
             end,
             result = e.result,
-            last_error = case when e.ending = 'given_up' then 'snoozed_too_long: ' || e.error else coalesce(e.error, j.last_error) end,
+            last_error = coalesce(e.error, j.last_error),
             history = case when e.ending in ('done', 'snoozed') then j.history
                 else reactor.remember(j.history, jsonb_build_object('at', p_now, 'attempt', j.attempts, 'error', left(e.error, 200))) end,
             locked_by = null, lease_until = null, claim_token = null, updated_at = p_now
@@ -404,7 +432,7 @@ begin
     ), dead as materialized (
         select g.last_id, g.subject, reactor.open_alert('dead_jobs', g.subject,
             jsonb_build_object('type', g.type, 'error', g.error, 'job_id', g.last_id, 'jobs', g.jobs)) as is_new
-        from (select s.type, s.type || ' ' || split_part(s.last_error, ':', 1) as subject, max(s.last_error) as error,
+        from (select s.type, reactor.name_death(s.type, s.last_error) as subject, max(s.last_error) as error,
                 max(s.id) as last_id, count(*) as jobs
               from settled s where s.status = 'dead' group by 1, 2 order by 2) g  -- two settlers lock alerts in one order
     )
@@ -415,6 +443,12 @@ begin
     select e.id, null, null, null from ending e where e.id not in (select s.id from settled s);
 end
 $$;
+
+-- What jobs that died of the same have in common: the subject of their alert.
+create or replace function reactor.name_death(p_type text, p_error text) returns text
+language sql immutable
+set search_path = pg_catalog, pg_temp
+as $$ select left($1 || ' ' || split_part(coalesce($2, 'unknown'), ':', 1), 250) $$;
 
 -- A job's history with one entry more; the oldest make room.
 create or replace function reactor.remember(p_history jsonb, p_entry jsonb) returns jsonb
@@ -429,13 +463,20 @@ returns setof bigint
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_ids bigint[];
 begin
+    if p_ids is null then  -- by the index of the dead: history may be long
+        v_ids := array(select j.id from reactor.jobs j where j.status = 'dead' and (p_type is null or j.type = p_type) order by j.id for update);
+    else
+        v_ids := array(select j.id from reactor.jobs j
+            where j.id = any (p_ids) and (p_type is null or j.type = p_type) and j.status in ('dead', 'failed') order by j.id for update);
+    end if;
     return query
     update reactor.jobs j
     set status = 'pending', attempts = 0, run_after = p_now, updated_at = p_now, snoozed_since = null,
         history = reactor.remember(j.history, jsonb_build_object('at', p_now, 'retried', true))
-    where (p_ids is null or j.id = any (p_ids)) and (p_type is null or j.type = p_type)
-        and (j.status = 'dead' or j.status = 'failed' and p_ids is not null)
+    where j.id = any (v_ids)
     returning j.id;
     perform reactor.resolve_cured_jobs(), reactor.ring();
 end
@@ -447,8 +488,11 @@ language sql
 set search_path = pg_catalog, pg_temp
 as $$
     update reactor.alerts a set resolved_at = now()
-    where a.cause = 'dead_jobs' and a.resolved_at is null and not exists (
-        select from reactor.jobs j where j.status = 'dead' and j.type || ' ' || split_part(j.last_error, ':', 1) = a.subject)
+    where a.id in (
+        select o.id from reactor.alerts o
+        where o.cause = 'dead_jobs' and o.resolved_at is null and not exists (
+            select from reactor.jobs j where j.status = 'dead' and reactor.name_death(j.type, j.last_error) = o.subject)
+        order by o.cause, o.subject for update)  -- as settlers lock them
 $$;
 
 -- Extends the leases still held; returns the ids of those that were. A job that its handler's own transaction has locked
@@ -518,6 +562,7 @@ create or replace function reactor.look_ahead(p_types text[], p_lanes jsonb defa
 returns table (due_s float8, is_crowded boolean, is_blocked boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
 set plan_cache_mode = force_generic_plan
 as $$
 begin
@@ -538,7 +583,9 @@ begin
     select (select greatest(extract(epoch from n.next_at - clock_timestamp()), 0)::float8 from (select least(
             (select j.run_after from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at
              order by j.run_after, j.id limit 1),
-            (select min(j.lease_until) from reactor.jobs j where j.status = 'running')) as next_at) n
+            -- One that has run out and could not be released, for its handler's own transaction holds it, is no reason to spin.
+            (select greatest(min(j.lease_until), clock_timestamp() + interval '1 s') from reactor.jobs j
+             where j.status = 'running' having count(*) > 0)) as next_at) n
          where n.next_at is not null),  -- greatest() would make a null 0
         coalesce(bool_or(not has_room), false), coalesce(bool_or(has_room), false)
     from waiting;

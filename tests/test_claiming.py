@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
 import anyio
@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, Snooze
-from reactor.jobs import Jobs, complete_jobs, hold_claims
+from reactor.jobs import Ahead, Ending, Jobs, complete_jobs, hold_claims
 
 LEASE = timedelta(seconds=30)
 
@@ -36,6 +37,37 @@ async def enqueue(conn, n=0, *, key="post:1", tenant="acme", type_="work", after
 
 async def row(conn, job_id):
     return await conn.fetchrow("select * from reactor.jobs where id = $1", job_id)
+
+
+async def suspect(conn, *, key=None, attempts=0, type_="work", tenant="acme"):
+    """A waiting job whose lease ran out once."""
+    return await conn.fetchval(
+        "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, attempts, is_suspect) "
+        "values ($1, $2, $1, $3, $4, true) returning id",
+        type_, tenant, key, attempts,
+    )  # fmt: skip
+
+
+async def ended_by_minute(conn):
+    """(done, dead) as counted when they ended."""
+    return tuple(await conn.fetchrow("select coalesce(sum(done), 0), coalesce(sum(dead), 0) from reactor.job_minutes"))
+
+
+@asynccontextmanager
+async def ringing(dsn):
+    """A reactor's session that sleeps armed; yields what waits for a ring and returns its payload."""
+    payloads, rung = [], anyio.Event()
+    listener = await connect(dsn)
+    await listener.add_listener("reactor_wake", lambda *args: (payloads.append(args[3]), rung.set()))
+    assert await listener.fetchval("select reactor.arm()") == "armed"
+
+    async def heard():
+        with anyio.fail_after(10):
+            await rung.wait()
+        return payloads[0]
+
+    yield heard
+    await listener.close()
 
 
 async def statuses(conn):
@@ -301,35 +333,76 @@ class TestTwoReactors:
 
 
 class TestTimers:
-    async def test_the_next_due_instant_is_told_by_the_databases_clock(self, conn, jobs):
+    async def test_the_next_timer_is_told_by_the_databases_clock(self, conn, jobs):
         await enqueue(conn, after="90 s", key="a")
         await enqueue(conn, after="2 hours", key="b")
-        await enqueue(conn, after="1 s", type_="elsewhere")
 
-        due_s = await jobs.next_due_s(["work"])
+        ahead = await jobs.look_ahead(["work"])
 
-        assert 80 < due_s <= 90
+        assert 80 < ahead.due_s <= 90
+        assert not ahead.is_crowded
+        assert not ahead.is_blocked
 
-    async def test_what_is_overdue_is_due_in_no_time_and_nothing_waiting_is_none(self, conn, jobs):
-        assert await jobs.next_due_s(["work"]) is None
+    async def test_nothing_waiting_is_no_timer(self, jobs):
+        assert await jobs.look_ahead(["work"]) == Ahead(None, False, False)
 
-        await enqueue(conn, after="-1 hour")
+    async def test_what_has_come_due_since_the_claim_is_due_in_no_time(self, conn, jobs):
+        await enqueue(conn, after="1 hour")
+        await conn.execute("update reactor.jobs set run_after = now(), updated_at = now() - interval '1 hour'")
 
-        assert await jobs.next_due_s(["work"]) == 0
+        ahead = await jobs.look_ahead(["work"])
+
+        assert ahead.due_s == 0
+        assert len(await jobs.claim({"work": 1})) == 1
 
     async def test_the_end_of_somebodys_lease_is_a_timer_too(self, conn, jobs):
         await enqueue(conn)
         await jobs.claim({"work": 1})
 
-        due_s = await jobs.next_due_s(["work", "elsewhere"])
+        ahead = await jobs.look_ahead(["work", "elsewhere"])
 
-        assert 20 < due_s <= 30
+        assert 20 < ahead.due_s <= 30
+
+    async def test_a_lease_that_ran_out_under_a_handlers_own_transaction_is_asked_about_once_a_second(
+        self, conn, jobs, pool
+    ):
+        await enqueue(conn)
+        claimed = await jobs.claim({"work": 1})
+        await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
+
+        async with pool.acquire() as handler, handler.transaction():
+            await hold_claims(handler, claimed)
+            released = await jobs.release_expired()
+            ahead = await jobs.look_ahead(["work"])
+
+        assert released == []
+        assert 0.5 < ahead.due_s <= 1
+
+    async def test_jobs_in_a_lane_without_room_are_told_from_jobs_that_wait_for_a_twin(self, conn, jobs):
+        await enqueue(conn, key="a")
+        await jobs.claim({"work": 1})
+        no_room = {"work": {"work": {"room": 0, "after": ""}}}
+
+        nothing = await jobs.look_ahead(["work"], no_room)
+        await enqueue(conn, key="a")
+        twin, crowd = await jobs.look_ahead(["work"]), await jobs.look_ahead(["work"], no_room)
+
+        assert [(a.is_crowded, a.is_blocked) for a in (nothing, twin, crowd)] == [
+            (False, False),
+            (False, True),
+            (True, False),
+        ]
 
 
 class TestLeases:
+    async def release_at(self, conn, at):
+        return await conn.fetch("select * from reactor.release_expired_jobs($1)", at)
+
     async def claim_at(self, conn, at, limit=10):
+        """What another worker's sweep and claim find at that instant."""
+        await self.release_at(conn, at)
         return await conn.fetch(
-            "select * from reactor.claim_jobs('{work}', $1, 'other', '30 s', null, $2)", [limit], at
+            "select * from reactor.claim_jobs('{work}', $1, 'other', '30 s', p_now => $2)", [limit], at
         )
 
     async def test_a_job_whose_worker_went_silent_is_claimed_again_with_another_token(self, conn, jobs):
@@ -340,8 +413,18 @@ class TestLeases:
         [second] = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
 
         assert early == []
-        assert (second["id"], second["is_suspect"], second["locked_by"]) == (job_id, True, "other")
+        assert (second["id"], second["is_suspect"]) == (job_id, True)
+        assert (await row(conn, job_id))["locked_by"] == "other"
         assert second["claim_token"] != first.claim_token
+
+    async def test_the_jobs_of_one_claim_share_its_token_and_no_other_claim_has_it(self, conn, jobs):
+        for n in range(6):
+            await enqueue(conn, key=f"post:{n}")
+
+        claims = [await jobs.claim({"work": 2}) for _ in range(3)]
+
+        assert [len({job.claim_token for job in claim}) for claim in claims] == [1, 1, 1]
+        assert len({claim[0].claim_token for claim in claims}) == 3
 
     async def test_a_heartbeat_keeps_the_claim(self, conn, jobs):
         await enqueue(conn)
@@ -351,27 +434,45 @@ class TestLeases:
 
         assert await self.claim_at(conn, datetime.now(UTC) + timedelta(minutes=30)) == []
 
-    async def test_a_late_worker_can_neither_settle_nor_extend_nor_hold_nor_note(self, conn, jobs, pool):
+    async def test_a_late_worker_can_neither_settle_nor_extend_nor_hold_nor_note_nor_complete(self, conn, jobs, pool):
         await enqueue(conn)
         [late] = await jobs.claim({"work": 1})
-        [current] = await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+        await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
+        before = await row(conn, late.id)
 
-        settled = await jobs.settle([(late, Done({"late": True}))])
+        settled = [
+            await jobs.settle([(late, outcome)])
+            for outcome in (Done({"late": True}), Failed("x", "y"), Dead("x", "y"), Snooze(5))
+        ]
         extended = await jobs.extend([late])
         async with pool.acquire() as c, c.transaction():
             held = await hold_claims(c, [late])
-            await complete_jobs(c, [(late, {"late": True})])
-        with pytest.raises(Exception, match="another worker"):
+            completed = await complete_jobs(c, [(late, {"late": True})])
+        with pytest.raises(StaleClaim):
             await late.note({"step": 1})
 
-        after = await row(conn, late.id)
-        assert (settled, extended, held) == ({}, set(), [])
-        assert (after["status"], after["claim_token"], after["result"], after["notes"]) == (
-            "running",
-            current["claim_token"],
-            None,
-            {},
-        )
+        assert settled == [{late.id: Ending(None)}] * 4
+        assert (extended, held, completed) == (set(), [], [])
+        assert await row(conn, late.id) == before
+        assert await ended_by_minute(conn) == (0, 0)
+
+    async def test_what_was_settled_once_is_not_settled_again_whatever_the_endings(self, conn, jobs, pool):
+        for ending in (Done(), Failed("x", "y"), Dead("x", "y"), Snooze(5)):
+            await enqueue(conn, key=None)
+            [job] = await jobs.claim({"work": 1})
+            await jobs.settle([(job, ending)])
+            before = await row(conn, job.id)
+
+            again = [
+                await jobs.settle([(job, outcome)])
+                for outcome in (Done({"again": True}), Failed("x", "y"), Dead("x", "y"), Snooze(5))
+            ]
+            async with pool.acquire() as c, c.transaction():
+                completed = await complete_jobs(c, [(job, {"again": True})])
+
+            assert again == [{job.id: Ending(None)}] * 4
+            assert completed == []
+            assert await row(conn, job.id) == before
 
     async def test_a_lease_that_ends_beside_others_spends_no_attempt_and_alone_it_does(self, conn, jobs):
         first, second, third = [await enqueue(conn, key=f"post:{n}") for n in range(3)]
@@ -387,16 +488,69 @@ class TestLeases:
         ]
         assert (await row(conn, first))["status"] == "failed"
 
+    @pytest.mark.parametrize(
+        ("is_suspect", "attempts", "became"),
+        [
+            (False, 4, (4, "pending", None)),
+            (True, 3, (4, "failed", None)),
+            (True, 4, (5, "dead", "work lease_expired")),
+        ],
+    )
+    async def test_the_sweep_tells_what_a_job_became_and_rings(self, conn, jobs, dsn, is_suspect, attempts, became):
+        job_id = await (suspect if is_suspect else enqueue)(conn, attempts=attempts)
+        [_] = await jobs.claim({"work": 5})
+        await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
+
+        async with ringing(dsn) as heard:
+            [released] = await jobs.release_expired()
+            await heard()
+
+        assert (released.id, released.attempts, released.status, released.opened_alert) == (job_id, *became)
+        assert (await row(conn, job_id))["status"] == released.status
+
     async def test_a_suspect_that_settles_is_none_any_more(self, conn, jobs):
         await enqueue(conn)
         await jobs.claim({"work": 1})
         await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
+        await jobs.release_expired()
         [suspect] = await jobs.claim({"work": 1})
 
         await jobs.settle([(suspect, Snooze(0))])
         [again] = await jobs.claim({"work": 1})
 
         assert (suspect.is_suspect, again.is_suspect, again.attempts) == (True, False, 1)
+
+    async def test_one_suspect_of_a_type_runs_at_a_time_beside_the_others(self, conn, jobs):
+        suspects = [await suspect(conn, key=key) for key in ("a", "b", None)]
+        innocents = [await enqueue(conn, key=f"post:{n}") for n in range(3)]
+
+        claims = [await jobs.claim({"work": 10}) for _ in range(2)]
+        runs = []
+        for _ in range(3):
+            [running] = [job for job in claims[0] if job.is_suspect]
+            runs.append(running.id)
+            await jobs.settle([(running, Done())])
+            claims[0] = await jobs.claim({"work": 10})
+
+        assert claims[1] == []
+        assert runs == suspects
+        assert await statuses(conn) == ["done"] * 3 + ["running"] * len(innocents)
+
+    async def test_a_twin_that_absorbs_a_suspect_is_one(self, conn, jobs):
+        older = await enqueue(conn, 1)
+        newer = await suspect(conn, key="post:1")
+        await enqueue(conn, key="other")
+
+        claimed = {job.id: job.is_suspect for job in await jobs.claim({"work": 10})}
+
+        assert claimed[older] is True
+        assert (await row(conn, newer))["result"] == {"merged_into": older}
+
+    async def test_a_suspect_waits_while_its_lane_has_no_room(self, conn, jobs):
+        await suspect(conn)
+
+        assert await jobs.claim({"work": 10}, lanes={"work": {"work": {"room": 0}}}) == []
+        assert len(await jobs.claim({"work": 10})) == 1
 
     async def test_a_job_that_keeps_killing_its_worker_dies_and_takes_no_neighbour_with_it(self, conn, jobs):
         poison, *neighbours = [await enqueue(conn, key=f"post:{n}") for n in range(5)]
@@ -406,6 +560,7 @@ class TestLeases:
                 await conn.execute(
                     "update reactor.jobs set lease_until = now() - interval '1 s' where status = 'running'"
                 )
+                await jobs.release_expired()
             else:
                 await jobs.settle([(job, Done()) for job in claimed])
 
@@ -459,6 +614,7 @@ class TestEnqueueing:
             "'x', '[]', 'acme'",
             "'x', '{}', null",
             "'x', '{}', repeat('x', 201)",
+            "repeat('x', 201), '{}', 'acme'",
             "'x', '{}', 'a', repeat('k', 501)",
         ]
         for arguments in wrong:
@@ -467,16 +623,17 @@ class TestEnqueueing:
 
             assert "\n" not in str(caught.value)
 
-    async def test_it_rings_with_an_empty_payload(self, conn, dsn):
-        heard = []
-        rung = anyio.Event()
-        listener = await connect(dsn)
-        await listener.add_listener("reactor_wake", lambda *args: (heard.append(args[3]), rung.set()))
+    async def test_it_rings_a_sleeping_reactor_with_an_empty_payload(self, conn, dsn):
+        async with ringing(dsn) as heard:
+            await conn.fetchval("select reactor.enqueue('publish', $1, 'acme')", {"secret": "canary"})
 
-        await conn.fetchval("select reactor.enqueue('publish', $1, 'acme')", {"secret": "canary"})
-        with anyio.fail_after(10):
-            await rung.wait()
-        await listener.close()
+            assert await heard() == ""
 
-        assert heard == [""]
-        assert "canary" not in json.dumps(heard)
+    async def test_lane_and_key_are_bounded_by_what_an_index_holds(self, conn):
+        wide = "".join(chr(0x10000 + 37 * n) for n in range(200))  # four bytes each, and no two alike
+
+        await conn.fetchval("select reactor.enqueue($1, '{}', $2, $3, lane => $4)", wide, wide, wide[:125], wide)
+
+        for arguments in ("'x', '{}', 'a', repeat('ã', 251)", "'x', '{}', 'a', lane => repeat('x', 201)"):
+            with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^a job's lane"):
+                await conn.fetchval(f"select reactor.enqueue({arguments})")
