@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
-from conftest import eventually
+from conftest import connect, eventually, make_settings, running_reactor
 
 from reactor.errors import Permanent, StaleClaim, Unavailable
-from reactor.job import Dead, Done, Failed, Handler, Job, Snooze
-from reactor.jobs import Jobs
+from reactor.job import Dead, Done, Failed, Handler, Job, Settled, Snooze
+from reactor.jobs import Ending, Jobs, complete_jobs
 from reactor.listener import Wakeup
 from reactor.loading import bind
 from reactor.log import get_log
@@ -23,11 +23,11 @@ CANARY = "canário-7f3a"
 
 
 @asynccontextmanager
-async def working(pool, handlers, *, poll_s=0.2, drain_s=5.0, lease_s=30.0, worker="test"):
+async def working(pool, handlers, *, poll_s=0.2, drain_s=5.0, lease_s=30.0, worker="test", instance=""):
     """A worker over the pool with these handlers; drained on the way out."""
     log = get_log()
     table = {type_: value if isinstance(value, Handler) else Handler(value) for type_, value in handlers.items()}
-    jobs = Jobs(pool, worker=worker, lease=timedelta(seconds=lease_s))
+    jobs = Jobs(pool, worker=worker, lease=timedelta(seconds=lease_s), instance=instance)
     worker = Worker(
         jobs, bind(table, {"pool": pool, "log": log}), wakeup=Wakeup(), poll_s=poll_s, drain_s=drain_s, log=log
     )
@@ -360,7 +360,7 @@ class TestAttempts:
             ("dead_jobs", "work KeyError"),
             ("dead_jobs", "work ValueError"),
         ]
-        assert len(events.named("job_dead")) == 3
+        assert sum(event["jobs"] for event in events.named("job_dead")) == 3
         assert sorted(e["subject"] for e in events.named("alert_opened")) == ["work KeyError", "work ValueError"]
         assert await conn.fetchval("select (reactor.status() ->> 'alerts_open')::int") == 2
 
@@ -399,11 +399,23 @@ class TestNotes:
                 raise Unavailable("away", retry_after_s=0)
 
         job_id = await enqueue(conn)
-        async with working(pool, {"work": work}):
+        async with working(pool, {"work": work}, instance="3f2a"):
             await eventually(lambda: conn.fetchval("select status = 'done' from reactor.jobs where id = $1", job_id))
 
         noted = {"upload": "started", "upload_id": 7}
-        assert seen == [(f"reactor-{job_id}", {}, 1), noted, (f"reactor-{job_id}", noted, 1)]
+        assert seen == [(f"reactor-3f2a-{job_id}", {}, 1), noted, (f"reactor-3f2a-{job_id}", noted, 1)]
+
+    async def test_the_key_tells_this_database_from_every_other(self, conn, dsn, tmp_path):
+        (tmp_path / "keys.py").write_text(
+            "async def key(job):\n    return {'key': job.key}\n\nHANDLERS = {'key': key}\n"
+        )
+        job_id = await enqueue(conn, type_="key")
+
+        async with running_reactor(make_settings(database_url=dsn, handlers=tmp_path)):
+            [job] = await ended(conn, job_id)
+
+        instance = await conn.fetchval("select id::text from reactor.instance")
+        assert job["result"] == {"key": f"reactor-{instance[:8]}-{job_id}"}
 
     async def test_a_note_that_is_no_json_is_the_handlers_error(self, pool, conn):
         jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
@@ -424,7 +436,7 @@ class TestSnoozing:
             Snooze(delay_s)
 
 
-async def test_many_endings_of_every_sort_settle_in_one_statement(conn, pool):
+async def test_many_endings_of_every_sort_settle_in_one_statement_and_only_what_is_not_done_is_told(conn, pool):
     jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
     for n in range(8):
         await enqueue(conn, n)
@@ -440,20 +452,375 @@ async def test_many_endings_of_every_sort_settle_in_one_statement(conn, pool):
         Done(),
     ]
 
-    settled = await jobs.settle(list(zip(claimed, outcomes, strict=True)))
+    told = await jobs.settle(list(zip(claimed, outcomes, strict=True)))
 
-    assert [settled[job.id].status for job in claimed] == [
-        "done",
-        "done",
-        "pending",
-        "failed",
-        "failed",
-        "dead",
-        "dead",
-        "done",
+    rows = [await row(conn, job.id) for job in claimed]
+    assert [r["status"] for r in rows] == ["done", "done", "pending", "failed", "failed", "dead", "dead", "done"]
+    assert told == {
+        r["id"]: Ending(r["status"], r["run_after"], "work d" if r["id"] == claimed[6].id else None)
+        for r in rows
+        if r["status"] != "done"
+    }
+    assert 5 < rows[4]["due_s"] <= 7
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "waits_s"),
+    [
+        (7.0, 7),
+        (0.0, 0),
+        (-5.0, 0),
+        (86_400.0, 86_400),
+        (1e300, 86_400),
+        (float("inf"), 86_400),
+        (float("nan"), 86_400),
+    ],
+)
+async def test_whatever_retry_after_a_handler_names_its_neighbours_settle_and_it_waits_a_day_at_most(
+    conn, pool, delay_s, waits_s
+):
+    jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+    ids = [await enqueue(conn, n) for n in range(2)]
+    [job, neighbour] = sorted(await jobs.claim({"work": 100}), key=lambda job: job.id)
+
+    await jobs.settle([(job, Failed("x", "y", delay_s)), (neighbour, Done())])
+
+    waited = await conn.fetchval("select run_after - updated_at from reactor.jobs where id = $1", ids[0])
+    assert waited == timedelta(seconds=waits_s)
+    assert (await row(conn, ids[1]))["status"] == "done"
+
+
+async def test_an_error_code_of_any_length_settles_and_its_alert_closes(conn, pool):
+    jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+    await enqueue(conn)
+    [job] = await jobs.claim({"work": 1})
+    code = "".join(chr(0x10000 + 37 * n) for n in range(3000))  # does not compress
+
+    told = await jobs.settle([(job, Dead(code, "m"))])
+    await conn.execute("select reactor.retry_jobs()")
+
+    assert told[job.id].opened_alert == f"work {code}"[:250]
+    assert await open_alerts(conn) == []
+
+
+class TestHandlersOwnTransactions:
+    """`complete_jobs` beside the handler's own writes: both or neither."""
+
+    async def test_the_job_is_done_with_the_handlers_writes_and_the_worker_adds_nothing(self, conn, pool):
+        await conn.execute("create table shop (job bigint primary key)")
+
+        async def work(job):
+            async with pool.acquire() as c, c.transaction():
+                assert await complete_jobs(c, [(job, {"sold": 1})]) == [job.id]
+                await c.execute("insert into shop values ($1)", job.id)
+            job.outcome = Settled()
+
+        job_id = await enqueue(conn)
+        async with working(pool, {"work": work}):
+            [job] = await ended(conn, job_id)
+
+        assert (job["status"], job["result"], job["claim_token"], job["lease_until"]) == (
+            "done",
+            {"sold": 1},
+            None,
+            None,
+        )
+        assert [r["job"] for r in await conn.fetch("select job from shop")] == [job_id]
+        assert await counted(conn) == (1, 0)
+
+    async def test_a_transaction_that_rolls_back_leaves_the_job_to_its_next_attempt(self, conn, pool):
+        async def work(job):
+            async with pool.acquire() as c, c.transaction():
+                await complete_jobs(c, [(job, {"sold": 1})])
+                raise ValueError
+
+        job_id = await enqueue(conn)
+        async with working(pool, {"work": work}):
+            [job] = await ended(conn, job_id)
+
+        assert (job["status"], job["attempts"], job["result"]) == ("failed", 1, None)
+        assert await counted(conn) == (0, 0)
+
+    async def test_a_suspect_completed_there_is_a_suspect_no_more(self, conn, pool):
+        job_id = await enqueue(conn)
+        await conn.execute("update reactor.jobs set is_suspect = true, snoozed_since = now()")
+        [job] = await Jobs(pool, worker="test", lease=timedelta(seconds=30)).claim({"work": 1})
+
+        async with pool.acquire() as c, c.transaction():
+            await complete_jobs(c, [(job, None)])
+
+        after = await row(conn, job_id)
+        assert (after["status"], after["is_suspect"], after["snoozed_since"]) == ("done", False, None)
+
+
+class TestSnoozingForEver:
+    async def test_a_job_that_did_nothing_else_for_the_limit_is_dead_with_an_alert(self, conn, pool):
+        job_id = await enqueue(conn)
+        now = datetime.now(UTC)
+
+        became = [
+            await end_at(conn, now + timedelta(days=day), "snoozed", error="snoozed: no quota", delay_s=86_000)
+            for day in range(9)
+        ]
+
+        assert [b["status"] for b in became] == ["pending"] * 8 + ["dead"]
+        assert became[-1]["opened_alert"] == "work snoozed_too_long"
+        after = await row(conn, job_id)
+        assert (after["last_error"], after["attempts"]) == ("snoozed_too_long: snoozed: no quota", 1)
+        assert [entry["error"] for entry in after["history"]] == ["snoozed_too_long: snoozed: no quota"]
+        assert await open_alerts(conn) == ["work snoozed_too_long"]
+        assert await counted(conn) == (0, 1)
+
+    @pytest.mark.parametrize("between", ["failed", "expired"])
+    async def test_any_other_ending_begins_the_time_anew(self, conn, between):
+        job_id = await enqueue(conn)
+        now = datetime.now(UTC)
+        for day in range(7):
+            await end_at(conn, now + timedelta(days=day), "snoozed", delay_s=10)
+
+        await end_at(conn, now + timedelta(days=7), between, delay_s=10)
+        await end_at(conn, now + timedelta(days=8), "snoozed", delay_s=10)
+        became = await end_at(conn, now + timedelta(days=14), "snoozed", delay_s=10)
+
+        assert became["status"] == "pending"
+        assert (await row(conn, job_id))["snoozed_since"] == now + timedelta(days=8)
+
+    async def test_the_limit_is_the_workers_to_choose(self, conn, pool):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30), snooze_limit=timedelta(hours=1))
+        await enqueue(conn)
+        await conn.execute("update reactor.jobs set snoozed_since = now() - interval '61 minutes'")
+        [job] = await jobs.claim({"work": 1})
+
+        told = await jobs.settle([(job, Snooze(5))])
+
+        assert told[job.id].status == "dead"
+
+
+class TestHistory:
+    async def test_it_keeps_the_last_twenty_failures_each_cut_to_200_characters(self, conn, pool):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        job_id = await enqueue(conn, max_attempts=99)
+        for n in range(25):
+            [job] = await jobs.claim({"work": 1})
+            await jobs.settle([(job, Failed(f"e{n}", "m" * 500, 0))])
+
+        history = (await row(conn, job_id))["history"]
+
+        assert [entry["attempt"] for entry in history] == list(range(6, 26))
+        assert [entry["error"] for entry in history] == [f"e{n}: {'m' * 500}"[:200] for n in range(5, 25)]
+        assert [entry["at"] for entry in history] == sorted(entry["at"] for entry in history)
+
+    async def test_neither_done_nor_a_snooze_is_part_of_it(self, conn, pool):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        job_id = await enqueue(conn)
+        for outcome in (Snooze(0), Failed("f", "m", 0), Snooze(0), Done()):
+            [job] = await jobs.claim({"work": 1})
+            await jobs.settle([(job, outcome)])
+
+        assert [entry["error"] for entry in (await row(conn, job_id))["history"]] == ["f: m"]
+
+    async def test_a_lease_that_ran_out_is_part_of_it(self, conn, pool):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        job_id = await enqueue(conn)
+        await jobs.claim({"work": 1})
+        await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
+        await jobs.release_expired()
+
+        [entry] = (await row(conn, job_id))["history"]
+
+        assert entry["error"].startswith("lease_expired")
+
+
+class TestRetrying:
+    async def ending_as(self, conn, pool, outcome, **columns):
+        """A job that ended so, with that many attempts left to it."""
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        job_id = await enqueue(conn, **columns)
+        await jobs.settle([(job, outcome) for job in await jobs.claim({columns.get("type_", "work"): 100})])
+        return job_id
+
+    async def retry(self, conn, *, ids=None, type_=None):
+        return {r[0] for r in await conn.fetch("select reactor.retry_jobs($1, $2)", ids, type_)}
+
+    async def test_a_dead_job_runs_at_once_with_all_its_attempts_and_its_history(self, conn, pool):
+        job_id = await self.ending_as(conn, pool, Dead("gone", "m"), attempts=4)
+
+        retried = await self.retry(conn, ids=[job_id])
+
+        job = await row(conn, job_id)
+        assert retried == {job_id}
+        assert (job["status"], job["attempts"], job["last_error"]) == ("pending", 0, "gone: m")
+        assert [entry.get("error", entry.get("retried")) for entry in job["history"]] == ["gone: m", True]
+        async with working(pool, {"work": _nothing}):
+            await eventually(lambda: conn.fetchval("select status = 'done' from reactor.jobs where id = $1", job_id))
+        assert len((await row(conn, job_id))["history"]) == 2
+
+    async def test_a_failed_job_named_by_its_id_need_not_wait(self, conn, pool):
+        job_id = await self.ending_as(conn, pool, Failed("x", "y"))
+
+        assert await self.retry(conn) == set()
+        assert await self.retry(conn, ids=[job_id]) == {job_id}
+        assert len(await Jobs(pool, worker="test", lease=timedelta(seconds=30)).claim({"work": 1})) == 1
+
+    async def test_by_type_and_all_take_the_dead_only(self, conn, pool):
+        one = await self.ending_as(conn, pool, Dead("x", "y"), type_="one")
+        other = await self.ending_as(conn, pool, Dead("x", "y"), type_="other")
+        await self.ending_as(conn, pool, Failed("x", "y"), type_="one")
+        await self.ending_as(conn, pool, Done(), type_="one")
+
+        assert await self.retry(conn, type_="one") == {one}
+        assert await self.retry(conn) == {other}
+        assert await self.retry(conn) == set()
+
+    async def test_what_runs_or_is_done_or_waits_is_left_alone(self, conn, pool):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        done = await self.ending_as(conn, pool, Done())
+        running = await enqueue(conn)
+        await jobs.claim({"work": 1})
+        pending = await enqueue(conn)
+
+        assert await self.retry(conn, ids=[done, running, pending, 10**12]) == set()
+
+    async def test_the_alert_closes_with_the_last_of_its_dead_jobs(self, conn, pool):
+        first = await self.ending_as(conn, pool, Dead("gone", "m"))
+        second = await self.ending_as(conn, pool, Dead("gone", "n"))
+        await self.ending_as(conn, pool, Dead("other", "m"))
+
+        await self.retry(conn, ids=[first])
+        one_left = await open_alerts(conn)
+        await self.retry(conn, ids=[second])
+
+        assert one_left == ["work gone", "work other"]
+        assert await open_alerts(conn) == ["work other"]
+
+    async def test_it_wakes_a_reactor_that_sleeps(self, conn, pool, dsn):
+        job_id = await self.ending_as(conn, pool, Dead("x", "y"))
+        rung = anyio.Event()
+        listener = await connect(dsn)
+        await listener.add_listener("reactor_wake", lambda *_: rung.set())
+        assert await listener.fetchval("select reactor.arm()") == "armed"
+
+        await self.retry(conn, ids=[job_id])
+
+        with anyio.fail_after(10):
+            await rung.wait()
+        await listener.close()
+
+    @pytest.mark.parametrize("newer", ["waits", "runs", "is done", "failed", "is dead"])
+    async def test_beside_a_newer_twin_in_any_state_both_end_and_nothing_older_comes_last(self, conn, pool, newer):
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        old = await self.ending_as(conn, pool, Dead("x", "y"), key="k")
+        new = await enqueue(conn, 1, key="k")
+        claimed = [] if newer == "waits" else await jobs.claim({"work": 1})
+        outcome = {"is done": Done(), "failed": Failed("x", "y"), "is dead": Dead("x", "y")}.get(newer)
+        if outcome:
+            await jobs.settle([(job, outcome) for job in claimed])
+
+        await self.retry(conn, ids=[old])
+        runs = []
+        for _ in range(3):
+            runs += await jobs.claim({"work": 9})
+            await jobs.settle([(job, Done()) for job in (*runs, *claimed)])
+
+        [run] = runs
+        assert (run.id, run.payload["n"]) == (old, 1 if newer in ("waits", "failed") else 0)
+        assert run.version == (new if newer in ("waits", "failed") else old)
+        statuses = dict(await conn.fetch("select id, status from reactor.jobs"))
+        assert statuses == {old: "done", new: "dead" if newer == "is dead" else "done"}
+
+    async def test_a_failed_job_that_a_reactor_has_just_claimed_is_its_own(self, conn, pool, dsn):
+        job_id = await self.ending_as(conn, pool, Failed("x", "y", 0))
+        reactor = await connect(dsn)
+        async with reactor.transaction(), anyio.create_task_group() as tasks:
+            await reactor.fetch("select * from reactor.claim_jobs('{work}', '{1}', 'test', '30 s')")
+            answer = []
+
+            async def retry():
+                answer.append(await self.retry(conn, ids=[job_id]))
+
+            tasks.start_soon(retry)
+            await eventually(
+                lambda: pool.fetchval("select count(*) > 0 from pg_stat_activity where wait_event_type = 'Lock'")
+            )
+            await reactor.execute("commit; begin")
+        await reactor.close()
+
+        assert answer == [set()]
+        assert (await row(conn, job_id))["status"] == "running"
+
+
+class TestCounts:
+    """`done_24h` and `dead_24h` of `reactor status`."""
+
+    async def test_settlers_at_once_count_every_job_once_merged_twins_and_completed_ones_included(
+        self, conn, pool, dsn
+    ):
+        await conn.execute(
+            "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload) "
+            "select 'work', 't' || n % 5, 'work', case when n % 3 = 0 then 'k' || n % 60 end, jsonb_build_object('n', n) "
+            "from generate_series(1, 1200) n"
+        )
+
+        async def settle_all(name):
+            jobs = Jobs(pool, worker=name, lease=timedelta(seconds=30))
+            while claimed := await jobs.claim({"work": 13}):
+                own, other = claimed[::2], claimed[1::2]
+                async with pool.acquire() as c, c.transaction():
+                    await complete_jobs(c, [(job, None) for job in own])
+                await jobs.settle([(job, Dead("x", "y") if job.payload["n"] % 7 == 0 else Done()) for job in other])
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for name in ("one", "two", "three"):
+                    tasks.start_soon(settle_all, name)
+
+        done, dead = await conn.fetchrow(
+            "select count(*) filter (where status = 'done'), count(*) filter (where status = 'dead') from reactor.jobs"
+        )
+        status = await conn.fetchval("select reactor.status()")
+        assert done + dead == 1200
+        assert dead > 0
+        assert (status["done_24h"], status["dead_24h"]) == (done, dead)
+
+    async def test_what_ended_longer_ago_than_a_day_is_no_longer_counted(self, conn):
+        for hours, ending in ((23, "done"), (25, "done"), (23, "dead"), (25, "dead")):
+            await enqueue(conn)
+            await conn.execute("update reactor.jobs set run_after = now() - interval '2 d' where status = 'pending'")
+            await end_at(conn, datetime.now(UTC) - timedelta(hours=hours), ending, error="x: y")
+
+        status = await conn.fetchval("select reactor.status()")
+
+        assert (status["done_24h"], status["dead_24h"], status["dead"]) == (1, 1, 2)
+
+
+async def _nothing(job):
+    pass
+
+
+async def end_at(conn, at, ending, *, error=None, delay_s=None):
+    """Claim the one job that is due at that instant and end it; returns what it became, None when done."""
+    [job] = await conn.fetch("select * from reactor.claim_jobs('{work}', '{9}', 'test', '30 s', p_now => $1)", at)
+    return await conn.fetchrow(
+        "select * from reactor.settle_jobs($1, $2, $3, null, $4, $5, p_now => $6)",
+        [job["id"]],
+        [job["claim_token"]],
+        [ending],
+        [error],
+        [delay_s],
+        at,
+    )
+
+
+async def open_alerts(conn):
+    return [
+        r["subject"]
+        for r in await conn.fetch("select subject from reactor.alerts where resolved_at is null order by subject")
     ]
-    assert [settled[job.id].opened_alert for job in claimed] == [None] * 6 + ["work d", None]
-    assert 5 < (await row(conn, claimed[4].id))["due_s"] <= 7
+
+
+async def counted(conn):
+    """(done, dead) as counted when they ended."""
+    return tuple(await conn.fetchrow("select coalesce(sum(done), 0), coalesce(sum(dead), 0) from reactor.job_minutes"))
 
 
 def test_a_job_without_a_worker_has_nowhere_to_keep_notes():
