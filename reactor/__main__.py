@@ -411,6 +411,13 @@ def check_handlers() -> None:
 jobs_app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(jobs_app, name="jobs")
 _STATUSES = ("pending", "running", "failed", "done", "dead")
+_MOST_ID = 2**63 - 1
+
+
+def _job_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= _MOST_ID):  # noqa: PLR2004
+        raise Misuse(f"{text[:40]} is no job's id: those are whole numbers from 1 on, as `reactor jobs` lists them")
+    return int(text)
 
 
 @jobs_app.callback(
@@ -431,12 +438,15 @@ def jobs(
         raise Misuse(f"--status {status}: one of {', '.join(_STATUSES)}")
 
     async def work(_settings: Settings, dsn: str) -> None:
-        # Its status written out, so that it leads to the small index of that status whatever the table's history.
+        # The few dead and running ones are read by their own small index first: the newest of them may be far down the
+        # history, which the order alone would lead through. The others are among the newest rows.
         of_status = "true" if status is None else f"status = '{status}'"
+        is_rare = "materialized" if status in {"dead", "running"} else "not materialized"
         rows = await _on_one_connection(
             dsn,
+            f"with found as {is_rare} (select * from reactor.jobs where {of_status}) "
             "select id, type, tenant_id, lane, status, attempts, max_attempts, run_after, last_error, updated_at "
-            f"from reactor.jobs where {of_status} and ($1::text is null or type = $1) "
+            "from found where ($1::text is null or type = $1) "
             "and ($2::text is null or tenant_id = $2) order by id desc limit $3",
             type_,
             tenant,
@@ -456,8 +466,13 @@ def jobs(
 
 
 @jobs_app.command("show", epilog=_example("reactor jobs show 7 --json"))
-def show_job(job_id: Annotated[int, typer.Argument(metavar="ID")], as_json: Json = False) -> None:
+def show_job(
+    context: typer.Context,
+    job_id: Annotated[int, typer.Argument(metavar="ID", parser=_job_id)],
+    as_json: Json = False,
+) -> None:
     """One job in full, with the history of its attempts."""
+    as_json |= context.parent is not None and context.parent.params["as_json"]  # it may stand before `show` too
 
     async def work(_settings: Settings, dsn: str) -> None:
         rows = await _on_one_connection(
@@ -475,7 +490,7 @@ def show_job(job_id: Annotated[int, typer.Argument(metavar="ID")], as_json: Json
 
 @app.command(epilog=_example("reactor retry 7 8", "reactor retry --type publish", "reactor retry --all"))
 def retry(
-    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Dead or failed jobs.")] = None,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", parser=_job_id, help="Dead or failed jobs.")] = None,
     type_: Annotated[str | None, typer.Option("--type", help="Every dead job of this type.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every dead job.")] = False,
     as_json: Json = False,
@@ -490,7 +505,7 @@ def retry(
         }
         if as_json:
             _print_json(sorted(retried))
-        say(f"{len(retried)} jobs will run again")
+        say("1 job will run again" if len(retried) == 1 else f"{len(retried)} jobs will run again")
         if left := sorted(set(ids or ()) - retried):
             raise Unavailable(f"neither dead nor failed, or not there: {', '.join(map(str, left))}")
 
@@ -499,25 +514,43 @@ def retry(
 
 @app.command(epilog=_example("reactor schedules"))
 def schedules(as_json: Json = False) -> None:
-    """The recurring jobs of reactor.schedules and when each runs next."""
+    """The recurring jobs and when each runs next. Says which ones cannot run, and why."""
 
     async def work(_settings: Settings, dsn: str) -> None:
-        rows = await _on_one_connection(
+        from reactor.schedules import plan  # noqa: PLC0415
+
+        found = await _on_one_connection(
             dsn,
-            "select name, type, tenant_id, cron, timezone, missed, is_enabled, last_at, next_at, error "
-            "from reactor.schedules order by name",
+            "select name, type, tenant_id, lane, cron, timezone, missed, is_enabled, last_at, next_at, error, "
+            "clock_timestamp() as now from reactor.schedules order by name",
         )
+        rows = [dict(row) for row in found]
+        for row in rows:
+            now = row.pop("now")
+            if row["is_enabled"] and row["next_at"] is None:  # no reactor has looked yet, or it found it wrong
+                try:
+                    _, row["next_at"] = plan(row["cron"], row["timezone"], row["missed"], None, now)
+                except ValueError as exc:
+                    row["error"] = str(exc)
         if as_json:
-            _print_json([dict(row) for row in rows])
-            return
-        names = ["name", "type", "cron", "zone", "last", "next"]
-        _table(names, [
-            [row["name"], row["type"], row["cron"], row["timezone"], _local(row["last_at"], row["timezone"]),
-             row["error"] or (_local(row["next_at"], row["timezone"]) if row["is_enabled"] else "off")]
-            for row in rows
-        ])  # fmt: skip
+            _print_json(rows)
+        else:
+            _table(["name", "type", "cron", "zone", "last", "next"], [
+                [row["name"], row["type"], row["cron"], row["timezone"], _local(row["last_at"], row["timezone"]),
+                 _coming(row)]
+                for row in rows
+            ])  # fmt: skip
+        for row in rows:
+            if row["error"]:
+                say(f"{row['name']}: {row['error']}")
 
     _run(work)
+
+
+def _coming(row: dict[str, Any]) -> str:
+    if not row["is_enabled"]:
+        return "off"
+    return "never: wrong" if row["error"] else _local(row["next_at"], row["timezone"])
 
 
 def _local(at: datetime | None, timezone: str) -> str:
@@ -525,7 +558,7 @@ def _local(at: datetime | None, timezone: str) -> str:
         return "-"
     try:
         return f"{at.astimezone(ZoneInfo(timezone)):%Y-%m-%d %H:%M}"
-    except (ZoneInfoNotFoundError, ValueError):
+    except (ZoneInfoNotFoundError, ValueError, OSError):
         return f"{at:%Y-%m-%d %H:%M} UTC"
 
 
