@@ -21,6 +21,7 @@ fix: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	$(BIN)/python -m bench
 
 .venv/installed: pyproject.toml

