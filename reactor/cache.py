@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import json
 import math
 import time
 from collections import OrderedDict
@@ -18,9 +17,9 @@ from aiocache.serializers import BaseSerializer, NullSerializer
 class LRUCache(BaseCache):
     """An aiocache backend in process that never holds more than `capacity` entries.
 
-    When it is full, an expired entry goes first, then the least recently used: read or written, `exists` and `expire`
-    do not count. No entry owns a timer. As in aiocache, a ttl of None or 0 means no expiry and a cached None is a miss.
-    With the default serializer a reader gets the stored object itself.
+    When it is full, the least recently used goes: read or written, `exists` and `expire` do not count. No entry owns a
+    timer: an expired one is dropped when it is met. As in aiocache, a ttl of None or 0 means no expiry and a cached
+    None is a miss. With the default serializer a reader gets the stored object itself.
 
     Args:
         capacity: The most entries held, expired ones included.
@@ -47,48 +46,25 @@ class LRUCache(BaseCache):
         self.capacity = capacity
         self._clock = clock
         self._cache: OrderedDict[Hashable, Any] = OrderedDict()  # least recently used first
-        self._expiries: dict[Hashable, float] = {}
-        self._queue: list[tuple[float, int, Hashable]] = []  # a heap of expiries; some no longer hold
-        self._ticket = itertools.count()  # keeps the heap from comparing keys
+        self._expiries: dict[Hashable, float] = {}  # of every entry
 
     def _has(self, key: Hashable) -> bool:
-        if key not in self._cache:
-            return False
-        expiry = self._expiries.get(key)
-        if expiry is None or self._clock() < expiry:
-            return True
-        self._forget(key)
-        return False
+        if key in self._cache and self._clock() >= self._expiries[key]:
+            self._forget(key)
+        return key in self._cache
 
     def _peek(self, key: Hashable) -> Any:
         return self._cache[key] if self._has(key) else None
 
     def _forget(self, key: Hashable) -> None:
-        del self._cache[key]
-        self._expiries.pop(key, None)
+        del self._cache[key], self._expiries[key]
 
     def _set_expiry(self, key: Hashable, ttl: float | None) -> None:
-        self._expiries.pop(key, None)
-        if ttl:
-            expiry = self._expiries[key] = self._clock() + ttl
-            heapq.heappush(self._queue, (expiry, next(self._ticket), key))
-        if len(self._queue) > 2 * len(self._expiries) + 64:  # the same keys set again and again
-            self._queue = [(expiry, next(self._ticket), key) for key, expiry in self._expiries.items()]
-            heapq.heapify(self._queue)
-
-    def _drop_expired(self) -> None:
-        now = self._clock()
-        while self._queue and self._queue[0][0] <= now:
-            expiry, _, key = heapq.heappop(self._queue)
-            if self._expiries.get(key) == expiry:
-                self._forget(key)
+        self._expiries[key] = self._clock() + ttl if ttl else math.inf
 
     def _make_room(self) -> None:
-        if len(self._cache) > self.capacity:
-            self._drop_expired()
         while len(self._cache) > self.capacity:
-            key, _ = self._cache.popitem(last=False)
-            self._expiries.pop(key, None)
+            self._forget(next(iter(self._cache)))
 
     def _put(self, key: Hashable, value: Any, ttl: float | None) -> None:
         self._cache[key] = value
@@ -162,14 +138,14 @@ class LRUCache(BaseCache):
         else:
             self._cache.clear()
             self._expiries.clear()
-            self._queue.clear()
         return True
 
     async def _raw(self, command: str, *args: Any, encoding: Any = None, _conn: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002
         """What dict's method `command` does to the live entries; the bound holds afterwards."""
-        self._drop_expired()
+        for key in list(self._cache):
+            self._has(key)
         result = getattr(self._cache, command)(*args, **kwargs)
-        self._expiries = {key: expiry for key, expiry in self._expiries.items() if key in self._cache}
+        self._expiries = {key: self._expiries.get(key, math.inf) for key in self._cache}
         self._make_room()
         return result
 
@@ -177,50 +153,13 @@ class LRUCache(BaseCache):
         return await self._delete(key) if self._peek(key) == value else 0
 
 
-def recall_key(tenant_id: str, what: str, /, **arguments: object) -> str:
-    """The one key of a question: equal for equal arguments in any order, different for all others.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=datetime.isoformat, sort_keys=True).encode
 
-    It opens with the quoted tenant, and every part ends itself, so no key is the beginning of another tenant's.
-    Lists and tuples are equal; 1, 1.0, True and "1" are not; one instant written in two zones makes two keys.
 
-    Raises:
-        TypeError: An argument, named, holds what is neither JSON nor a datetime.
-        ValueError: An argument, named, holds NaN or infinity, or is nested too deeply.
+def recall_key(*parts: object) -> str:
+    """The one key of a question, which begins with its tenant; JSON, so that no part runs into its neighbour.
+
+    Each place holds JSON of cleaned text, or an instant: an instant and its text would be one key. Lists and tuples are
+    equal; 1, 1.0, True and "1" are not.
     """
-    parts = [f"{name!r}:{_named(name, arguments[name])}" for name in sorted(arguments)]
-    return f"{_quote(tenant_id)}/{_quote(what)}{{{','.join(parts)}}}"
-
-
-_PLAIN = frozenset({str, int, bool, type(None)})  # exactly these: their repr is injective, ends itself, and escapes
-_quote = str.__repr__  # lone surrogates, which a shared cache could not send
-
-
-def _named(name: str, value: object) -> str:
-    try:
-        return repr(value) if type(value) in _PLAIN else _term(value)
-    except (TypeError, ValueError) as exc:
-        raise type(exc)(f"{name}: {exc}") from None
-    except RecursionError:
-        raise ValueError(f"{name}: nested too deeply for a key") from None
-
-
-def _term(value: object) -> str:  # noqa: PLR0911
-    if type(value) in _PLAIN:
-        return repr(value)
-    if isinstance(value, str):
-        return _quote(value)
-    if isinstance(value, int):
-        return int.__repr__(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join([_term(item) for item in value])}]"
-    if isinstance(value, datetime):
-        return f"@{value.isoformat()}"
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("a JSON object has only text for keys")
-        return f"{{{','.join([f'{_quote(key)}:{_term(value[key])}' for key in sorted(value)])}}}"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError("JSON has no NaN and no infinity")
-        return float.__repr__(value)
-    raise TypeError(f"{type(value).__name__} is neither JSON nor a datetime")
+    return _encode(parts)

@@ -253,18 +253,10 @@ class Memory:
             )
         return Hits(_own(hits), degraded)
 
-    def _key(self, question: _Question, version: int) -> str:
-        return recall_key(
-            question.tenant_id,
-            "recent" if question.query is None else "search",
-            query=question.normalised,
-            k=question.k,
-            kinds=question.kinds,
-            since=question.since,
-            until=question.until,
-            metadata=question.metadata,
-            version=version,
-        )
+    def _key(self, asked: _Question, version: int) -> str:
+        what = "recent" if asked.query is None else "search"
+        filters = (asked.k, asked.kinds, asked.since, asked.until, asked.metadata)
+        return recall_key(asked.tenant_id, what, asked.normalised, *filters, version)
 
     async def _join_flight(self, question: _Question, key: str, started: float) -> _Answer:
         """Wait for the one search of this key, under the caller's own deadline."""
@@ -332,7 +324,7 @@ class Memory:
         """
         if embedder is None or question.query is None:
             return None
-        key = recall_key(question.tenant_id, embedder.model, query=question.normalised)
+        key = recall_key(question.tenant_id, embedder.model, question.normalised)
         vector: HalfVector | None = await self._vectors.get(key)
         if vector is None and len(self._flights) <= _MOST_FLIGHTS:  # more would only queue up behind a slow provider
             query = question.query
