@@ -71,8 +71,6 @@ class VoyageEmbedder:
         base_url: Another address of the same API, `/v1` included; None for Voyage's own.
     """
 
-    leaves_machine = True
-
     def __init__(self, model: str, api_key: SecretStr, *, base_url: str | None = None) -> None:
         self.model = model
         self._api_key = api_key
