@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 from asyncio import Task, create_task, wait
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -90,20 +90,6 @@ class _Known:
     model: str | None = None  # what its vectors are in; None: the target, as far as we know
 
 
-@dataclass(slots=True)
-class _Statistics:
-    """Counts since open."""
-
-    hits: int = 0
-    misses: int = 0
-    degraded: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        asked = self.hits + self.misses + self.degraded
-        return self.hits / asked if asked else 0.0
-
-
 class Memory:
     """Open it once a process with `Memory.open`, and share it between tasks."""
 
@@ -118,7 +104,7 @@ class Memory:
         self._flights: dict[str, Task[Any]] = {}  # what is being looked up or embedded, however many asked for it
         self._is_away = False
         self._away = Wakeup()
-        self.statistics = _Statistics()
+        self.outcomes: Counter[str] = Counter()  # of searches since open: hit, miss, degraded
         self._forget()
 
     @classmethod
@@ -230,18 +216,13 @@ class Memory:
         key = self._key(question, self._known(question.tenant_id).version)
         hits: Sequence[Hit] | None = await self._cache.get(key)
         degraded: Degraded | None = None
-        if hits is not None:
-            self.statistics.hits += 1
-            outcome = "hit"
-        else:
+        outcome = "hit"
+        if hits is None:
             hits, degraded = await self._join_flight(question, key, started)
-            if degraded is None:
-                self.statistics.misses += 1
-                outcome = "miss"
-            else:
-                self.statistics.degraded += 1
-                outcome = "degraded"
-                self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=degraded)
+            outcome = "degraded" if degraded else "miss"
+        self.outcomes[outcome] += 1
+        if degraded:
+            self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=degraded)
         if shows(logging.INFO):
             self._log.info(
                 "recall",
@@ -249,7 +230,7 @@ class Memory:
                 outcome=outcome,
                 n=len(hits),
                 latency_ms=round((time.perf_counter() - started) * 1000, 3),
-                hit_rate=round(self.statistics.hit_rate, 4),
+                hit_rate=round(self.outcomes["hit"] / self.outcomes.total(), 4),
             )
         return Hits(_own(hits), degraded)
 
@@ -301,7 +282,7 @@ class Memory:
             if question.query is None or model is None or model == asked:
                 break
             known.model = model
-        hits = tuple(_hit(row) for row in rows if row["memory_id"] is not None)
+        hits = tuple(Hit(*row[2:]) for row in rows if row["memory_id"] is not None)  # after version and model
         if question.query is not None and vector is None:
             return hits, "lexical"
         # An answer older than what was heard meanwhile is not kept. Where news may have been missed (the tenant was
@@ -505,31 +486,10 @@ async def _default_dsn(settings: Settings) -> str:
     return server.dsn
 
 
-def _hit(row: asyncpg.Record) -> Hit:
-    return Hit(
-        row["memory_id"],
-        row["kind"],
-        row["source_id"],
-        row["content"],
-        min(max(row["score"], 0.0), 1.0),
-        row["occurred_at"],
-        row["metadata"],
-    )
-
-
 def _own(hits: Sequence[Hit]) -> list[Hit]:
     """Copies that a caller may change."""
     return [
-        Hit(
-            h.memory_id,
-            h.kind,
-            h.source_id,
-            h.content,
-            h.score,
-            h.occurred_at,
-            _own_json(h.metadata) if h.metadata else {},
-        )
-        for h in hits
+        Hit(h.memory_id, h.kind, h.source_id, h.content, h.score, h.occurred_at, _own_json(h.metadata)) for h in hits
     ]
 
 

@@ -198,7 +198,7 @@ async def test_no_twin_of_a_tenant_s_name_sees_anything_of_it_asked_or_cached(me
         for n, tenant in enumerate(TWINS):
             for hits in (await memory.search(tenant, "bolo secreto", k=100), await memory.recent(tenant, k=100)):
                 assert [hit.content for hit in hits] == [f"bolo secreto {n}"]
-    assert memory.statistics.hits == 2 * len(TWINS)
+    assert memory.outcomes["hit"] == 2 * len(TWINS)
 
 
 @hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
