@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import asyncpg
 from pgvector.asyncpg import register_vector
 
@@ -45,7 +46,7 @@ _OUT_OF_REACH = (
     asyncpg.ProtocolViolationError,  # how a pooler says that it lost its server
 )
 
-
+_CANCEL_S = 1.0
 _WHY = {
     "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
     "ConnectionRefusedError": "the connection is refused",
@@ -143,6 +144,41 @@ def create_pool(
         server_settings={"application_name": application},
         statement_cache_size=statement_cache_size,
     )
+
+
+@asynccontextmanager
+async def borrowed(pool: Pool, timeout_s: float, *, connect_s: float | None = None) -> AsyncIterator[Connection]:
+    """A connection for at most `timeout_s` seconds; what has not answered by then is canceled in Postgres, too.
+
+    `connect_s`: how long it may take to have one, where that is not to count.
+
+    Raises:
+        Unavailable: Postgres is out of reach; or, as code "deadline", no connection came free or it took too long.
+    """
+    with reaching():
+        with anyio.move_on_after(connect_s or timeout_s) as scope:
+            conn = await pool.acquire()
+            if connect_s is not None:
+                scope.deadline = anyio.current_time() + timeout_s
+            try:
+                yield conn
+            finally:
+                # One that cannot be given back in time is dropped by the pool; that is no failure of what it did.
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await pool.release(conn, timeout=_CANCEL_S)
+        if scope.cancelled_caught:
+            raise Unavailable("Postgres did not answer in time", code="deadline")
+
+
+async def fetch(pool: Pool, query: str, *args: Any) -> list[asyncpg.Record]:
+    """The rows of one statement.
+
+    Raises:
+        Unavailable: Postgres is out of reach, or no connection came free within 10 s.
+    """
+    with reaching():
+        async with pool.acquire(timeout=10.0) as conn:
+            return await conn.fetch(query, *args)
 
 
 @asynccontextmanager

@@ -20,7 +20,6 @@ import asyncpg
 from pgvector import HalfVector
 
 from reactor import db
-from reactor.borrowing import borrowed
 from reactor.cache import LRUCache, recall_key
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Permanent, Unavailable
@@ -332,7 +331,7 @@ class Memory:
         """
         try:
             # Longer than its askers wait: what came too late for them, a connection above all, is there for the next.
-            async with borrowed(self._pool, self._deadline_s, connect_s=_CONNECT_S) as conn:
+            async with db.borrowed(self._pool, self._deadline_s, connect_s=_CONNECT_S) as conn:
                 return await conn.fetch(
                     "select * from reactor.recall($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                     question.tenant_id,
@@ -461,7 +460,7 @@ class Memory:
 
         async def ask() -> None:
             try:
-                async with borrowed(self._pool, timeout_s) as conn:
+                async with db.borrowed(self._pool, timeout_s) as conn:
                     await conn.execute("select 1")
             except Unavailable:
                 return
