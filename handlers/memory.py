@@ -31,7 +31,7 @@ _ROWS = """
         select s.id, s.embed, s.language, (select t.model from reactor.tenants t where t.tenant_id = $2) as model,
             (select max(t.version) from reactor.tombstones t where t.tenant_id = '' and t.source = $1) as truncated_at
         from reactor.sources s
-        where s.id = $1 and s.detached_at is null and exists (select from pg_class c where c.oid = s.relation)
+        where s.id = $1 and reactor.is_readable($1)
     ), current as materialized (
         select r.* from source s, lateral reactor.source_rows(s.id, $2, $3) r
     )

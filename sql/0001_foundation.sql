@@ -13,7 +13,6 @@ declare
     v_is_safe boolean;
     v_usable boolean;
     v_parts jsonb := '{}';
-    v_routine regprocedure;
 begin
     foreach v_role in array array['reactor_worker', 'reactor_definer'] loop
         for v_try in 1 .. 20 loop
@@ -59,12 +58,6 @@ begin
     execute format('create or replace function reactor.definer_role() returns name language sql immutable '
         'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_definer');
     execute format('grant usage on schema reactor to %I, %I', v_parts ->> 'reactor_worker', v_parts ->> 'reactor_definer');
-    -- Tables are attached as the worker on the way, which may be another one than last time; the last file says who may call what.
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and pg_get_userbyid(proowner) = current_user
-    loop
-        execute format('grant execute on routine %s to %I', v_routine, v_parts ->> 'reactor_worker');
-    end loop;
 end
 $$;
 

@@ -69,9 +69,6 @@ begin
     call reactor.put_policy('reactor.tombstones', 'reactor_whole_source',
         format('for select to %I using (tenant_id = '''')', reactor.worker_role()));
     call reactor.put_policy('reactor.sources', 'reactor_registry', format('for select to %I using (true)', reactor.worker_role()));
-    if reactor.worker_role() <> current_user then
-        execute format('grant select on reactor.sources to %I', reactor.worker_role());  -- attach reads as the worker
-    end if;
     call reactor.put_policy('reactor.rejected', 'reactor_definer', format('for insert to %I with check (true)', reactor.definer_role()));
 end
 $$;
@@ -525,8 +522,7 @@ as $$
 declare
     s reactor.sources;
 begin
-    for s in select * from reactor.sources where detached_at is null order by id loop
-        continue when not exists (select from pg_class c where c.oid = s.relation);
+    for s in select * from reactor.sources where reactor.is_readable(id) order by id loop
         begin
             perform reactor.install_source(s.id);
         exception when others then

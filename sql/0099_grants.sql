@@ -1,4 +1,5 @@
--- Who may do what, said once and in full; nobody else may anything. Then the sources are compiled by this release.
+-- Who may do what, said once and in full; nobody else may anything. Then the notes are attached, and every source is
+-- compiled by this release.
 revoke all on all tables in schema reactor from public;
 revoke all on all sequences in schema reactor from public;
 
@@ -46,6 +47,8 @@ begin
         execute format('grant usage on sequence reactor.job_ids to %I', reactor.definer_role());
         execute format('grant execute on function reactor.ring() to %I', reactor.definer_role());
     end if;
+    perform reactor.attach_source('reactor.notes', 'note', '{content}', 'tenant_id', 'id', 'created_at', null, null, null, null, null,
+        '{metadata}', null, null, null, null, 'provider', 'portuguese', true, false, 'kind');
     perform reactor.renew_sources();
 end
 $$;
