@@ -227,7 +227,6 @@ declare
     -- What a session may have set otherwise, and what would change a row's text or hide a table of ours.
     v_settings constant text := 'set search_path = pg_catalog, pg_temp set row_security = on set timezone = ''UTC'' '
         'set datestyle = ''ISO, YMD'' set intervalstyle = postgres set bytea_output = hex';
-    v_routine regprocedure;
     v_when text;
     v_id text;
     v_id_type text;
@@ -301,12 +300,7 @@ begin
         reactor.operator_of(reactor.type_of(s.relation, s.tenant_column), '='), format_type(reactor.type_of(s.relation, s.tenant_column), -1));
     v_ids := format('%s and %I.%s %s any ($2::text[]::%s[])', v_mine, s.alias, v_id,
         reactor.operator_of(reactor.type_of(s.relation, s.id_column), '='), v_id_type);
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace
-            and proname in (v_name || '_rows', v_name || '_ids', v_name || '_page')
-    loop
-        execute format('drop function %s', v_routine);
-    end loop;
+    execute format('drop function if exists reactor.%I, reactor.%I, reactor.%I', v_name || '_rows', v_name || '_ids', v_name || '_page');
     execute format('create function reactor.%I(text, text[]) '
         'returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea) '
         'language plpgsql stable %s as %L', v_name || '_rows', v_settings,
@@ -393,10 +387,9 @@ exception when others then
 end
 ');
 
-    execute format('revoke all on function reactor.%I(), reactor.%I(text, text[]), reactor.%I(text, text[]), reactor.%I(text, text, int) from public',
+    execute format('revoke all on function reactor.%I, reactor.%I, reactor.%I, reactor.%I from public',
         v_name || '_written', v_name || '_rows', v_name || '_ids', v_name || '_page');
-    execute format('grant execute on function reactor.%I(text, text[]), reactor.%I(text, text[]) to %I',
-        v_name || '_rows', v_name || '_ids', reactor.worker_role());
+    execute format('grant execute on function reactor.%I, reactor.%I to %I', v_name || '_rows', v_name || '_ids', reactor.worker_role());
     if reactor.definer_role() <> current_user then
         execute format('grant create on schema reactor to %I', reactor.definer_role());
         execute format('alter function reactor.%I() owner to %I', v_name || '_written', reactor.definer_role());
@@ -416,8 +409,8 @@ as $$
 declare
     s reactor.sources;
     v_columns text[];
-    v_schemas name[];
-    v_schema name;
+    v_schemas text[];  -- of what the readers and the trigger name, quoted
+    v_schema text;
     v_functions regprocedure[];
     v_role name;
     v_holds_query boolean;
@@ -439,11 +432,10 @@ begin
                     and d.refclassid = 'pg_class'::regclass and d.refobjid = s.relation and d.refobjsubid = a.attnum))),
         array(select d.refobjid::regprocedure from pg_depend d
               where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid and d.refclassid = 'pg_proc'::regclass),
-        array(select n.nspname from pg_depend d
-              left join pg_operator o on d.refclassid = 'pg_operator'::regclass and o.oid = d.refobjid
-              left join pg_type t on d.refclassid = 'pg_type'::regclass and t.oid = d.refobjid
-              join pg_namespace n on n.oid in (o.oprnamespace, t.typnamespace)
-              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid)
+        array(select (pg_identify_object(d.refclassid, d.refobjid, 0)).schema from pg_depend d
+              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid
+              union select t.typnamespace::regnamespace::text from unnest(array[s.id_column, s.tenant_column]) c
+              join pg_type t on t.oid = reactor.type_of(s.relation, c))
     into v_holds_query, v_columns, v_functions, v_schemas
     from pg_rewrite r where r.ev_class = to_regclass('reactor.' || v_probe);
     execute format('drop view reactor.%I', v_probe);
@@ -452,17 +444,11 @@ begin
             using errcode = '0A000', hint = 'a condition may use only the columns of its own table';
     end if;
 
-    -- The schemas of what the readers and the trigger name.
-    v_schemas := v_schemas || array(
-        select n.nspname from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = s.relation
-        union select n.nspname from pg_proc p join pg_namespace n on n.oid = p.pronamespace where p.oid = any (v_functions)
-        union select n.nspname from unnest(array[s.id_column, s.tenant_column]) as u (c)
-            join pg_type t on t.oid = reactor.type_of(s.relation, u.c) join pg_namespace n on n.oid = t.typnamespace);
     foreach v_role in array array[reactor.worker_role(), reactor.definer_role()] loop
         continue when v_role = current_user;
         foreach v_schema in array v_schemas loop
-            if not has_schema_privilege(v_role, v_schema, 'usage') then
-                execute format('grant usage on schema %I to %I', v_schema, v_role);
+            if not has_schema_privilege(v_role, v_schema::regnamespace, 'usage') then
+                execute format('grant usage on schema %s to %I', v_schema, v_role);
             end if;
         end loop;
         if not (select bool_and(has_function_privilege(v_role, f, 'execute')) from unnest(v_functions) f) then
@@ -622,20 +608,16 @@ begin
         v_since := date_trunc('day', v_since, 'UTC');
     end if;
     select * into v_old from reactor.sources where relation = p_relation;
-    insert into reactor.sources as s (relation, alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
-        status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
-        condition, embed, language, notify, expected_since)
-    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_time, p_title, p_format, p_status, p_metrics, p_slides,
-        coalesce(p_metadata, '{}'), p_role, p_conversation, p_agent, p_kind_column, nullif(btrim(p_when), ''), p_embed, p_language,
-        coalesce(p_notify, true), case when p_backfill then null else v_since end)
-    on conflict (relation) do update set (alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
-        status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
-        condition, embed, language, notify, expected_since, detached_at) = (excluded.alias, excluded.kind, excluded.text_columns, excluded.tenant_column,
-        excluded.id_column, excluded.time_column, excluded.title_column, excluded.format_column, excluded.status_column,
-        excluded.metrics_column, excluded.slides_column, excluded.metadata_columns, excluded.role_column, excluded.conversation_column,
-        excluded.agent_column, excluded.kind_column, excluded.condition, excluded.embed, excluded.language, excluded.notify,
-        case when p_backfill then null else s.expected_since end, null)
-    returning * into v_new;
+    insert into reactor.sources (relation, alias, kind, text_columns, tenant_column, id_column, embed, language, notify, expected_since)
+    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_embed, p_language, true, v_since)
+    on conflict (relation) do nothing;
+    update reactor.sources
+    set alias = v_class.relname, kind = p_kind, text_columns = p_text, tenant_column = p_tenant, id_column = p_id, time_column = p_time,
+        title_column = p_title, format_column = p_format, status_column = p_status, metrics_column = p_metrics, slides_column = p_slides,
+        metadata_columns = coalesce(p_metadata, '{}'), role_column = p_role, conversation_column = p_conversation, agent_column = p_agent,
+        kind_column = p_kind_column, condition = nullif(btrim(p_when), ''), embed = p_embed, language = p_language,
+        notify = coalesce(p_notify, true), expected_since = case when p_backfill then null else expected_since end, detached_at = null
+    where relation = p_relation returning * into v_new;
     perform reactor.install_source(v_new.id);
     -- Rows that are to be there, and rows that read otherwise than before.
     if p_backfill or v_old.id is not null and v_old is distinct from v_new then
