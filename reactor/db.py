@@ -209,10 +209,10 @@ async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> Asyn
         raise
 
 
-def sql_files() -> list[tuple[int, str, str]]:
-    """The numbered files of sql/ as (number, name, text), in order."""
-    files = sorted(path for path in SQL_FOLDER.glob("*.sql") if re.match(r"\d{4}_", path.name))
-    return [(int(path.name[:4]), path.name, path.read_text("utf-8")) for path in files]
+def sql_files() -> list[tuple[int, str, str, str]]:
+    """The numbered files of sql/ as (number, name, text, checksum), in order."""
+    files = [(path.name, path.read_text("utf-8")) for path in sorted(SQL_FOLDER.glob("[0-9][0-9][0-9][0-9]_*.sql"))]
+    return [(int(name[:4]), name, text, hashlib.sha256(text.encode()).hexdigest()) for name, text in files]
 
 
 async def migrate(dsn: str, *, with_tables: bool = False, say: Callable[[str], None] = lambda _line: None) -> bool:
@@ -259,7 +259,7 @@ async def check_schema(conn: Connection) -> None:
     have = {
         row["number"]: row["checksum"] for row in await conn.fetch("select number, checksum from reactor.migrations")
     }
-    want = {number: _checksum(text) for number, _, text in sql_files()}
+    want = {number: checksum for number, _, _, checksum in sql_files()}
     if _newest(have) > _newest(want):
         raise Misuse("this database was migrated by a newer memory-reactor: upgrade the code")
     if have != want:
@@ -269,10 +269,6 @@ async def check_schema(conn: Connection) -> None:
 def _newest(numbers: Iterable[int]) -> int:
     """The number of the last file; the one that grants comes after all others and has its own for ever."""
     return max((number for number in numbers if number != _GRANTS), default=0)
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # Read from the catalog: to_regclass() raises where the role may not use the schema.
@@ -291,7 +287,7 @@ async def _check_owner(conn: Connection) -> None:
 
 
 async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
-    files = [(number, name, text, _checksum(text)) for number, name, text in sql_files()]
+    files = sql_files()
     await _check_owner(conn)
     known: list[asyncpg.Record] = []
     if await conn.fetchval(_HAS_SCHEMA):
@@ -306,10 +302,8 @@ async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
     have = {row["number"]: row["checksum"] for row in known}
     if have == {number: checksum for number, _, _, checksum in files}:
         return False
-    if not await conn.fetchval(
-        "select to_regnamespace('reactor') is not null"
-    ):  # "if not exists" needs CREATE all the same
-        await conn.execute("create schema reactor")
+    if not await conn.fetchval("select to_regnamespace('reactor') is not null"):
+        await conn.execute("create schema reactor")  # "if not exists" needs CREATE all the same
     vector = await _vector_schema(conn)
     for number, name, text, checksum in files:
         say(f"applying {name}")
