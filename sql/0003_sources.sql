@@ -143,22 +143,6 @@ begin
 end
 $$;
 
--- One column of a source, checked to exist, as a quoted name. Errors: 42703.
-create or replace function reactor.column_of(p_relation regclass, p_column text, p_argument text) returns text
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if not exists (select from pg_attribute where attrelid = p_relation and attname = p_column and attnum > 0 and not attisdropped) then
-        raise exception 'table % has no column %', p_relation, coalesce(quote_ident(p_column), 'null')
-            using errcode = '42703', hint = format('%s => ... names the column; its columns are: %s', p_argument,
-                (select string_agg(quote_ident(attname), ', ' order by attnum) from pg_attribute
-                 where attrelid = p_relation and attnum > 0 and not attisdropped));
-    end if;
-    return quote_ident(p_column);
-end
-$$;
-
 -- The type of a column, and of the domain under it: a cast to a domain or to varchar(n) would cut a value short, and
 -- then one tenant's name would find another's rows.
 create or replace function reactor.type_of(p_relation regclass, p_column text) returns oid
@@ -531,6 +515,7 @@ as $$
 declare
     v_class pg_class;
     v_schema name;
+    v_owner name;
     v_other regclass;
     v_column text;
     v_argument text;
@@ -565,9 +550,9 @@ begin
         raise exception '% is attached already, and a partition or child of %', v_other, p_relation
             using errcode = '42809', hint = format('reactor.detach(%L) first', v_other);
     end if;
-    if current_user <> (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') then
-        raise exception 'schema reactor belongs to %: attach as that role',
-            (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') using errcode = '42501';
+    select pg_get_userbyid(nspowner) into v_owner from pg_namespace where nspname = 'reactor';
+    if current_user <> v_owner then
+        raise exception 'schema reactor belongs to %: attach as that role', v_owner using errcode = '42501';
     end if;
     if v_schema in ('pg_catalog', 'information_schema') or (v_schema = 'reactor' and p_kind_column is null) then
         raise exception '% is not a producer''s table', p_relation using errcode = '42501';
@@ -589,16 +574,21 @@ begin
         raise exception 'language => % is not a text search configuration of this server', quote_nullable(p_language)
             using errcode = '42704', hint = 'portuguese, english, spanish, simple, ...';
     end if;
-    for v_argument, v_column in
-        select 'text_columns', c from unnest(p_text) c
+    select a, c into v_argument, v_column
+    from (select 'text_columns', c from unnest(p_text) c
         union all select 'metadata_columns', c from unnest(p_metadata) c
-        union all select * from (values ('tenant_column', p_tenant), ('id_column', p_id)) needed
+        union all values ('tenant_column', p_tenant), ('id_column', p_id)
         union all select * from (values ('time_column', p_time), ('title_column', p_title), ('format_column', p_format),
             ('status_column', p_status), ('metrics_column', p_metrics), ('slides_column', p_slides), ('role_column', p_role),
-            ('conversation_column', p_conversation), ('agent_column', p_agent), ('kind_column', p_kind_column)) as optional (a, c) where c is not null
-    loop
-        perform reactor.column_of(p_relation, v_column, v_argument);
-    end loop;
+            ('conversation_column', p_conversation), ('agent_column', p_agent), ('kind_column', p_kind_column)) as optional (a, c)
+            where c is not null) as mapped (a, c)
+    where not exists (select from pg_attribute where attrelid = p_relation and attname = c and attnum > 0 and not attisdropped) limit 1;
+    if found then
+        raise exception 'table % has no column %', p_relation, coalesce(quote_ident(v_column), 'null')
+            using errcode = '42703', hint = format('%s => ... names the column; its columns are: %s', v_argument,
+                (select string_agg(quote_ident(attname), ', ' order by attnum) from pg_attribute
+                 where attrelid = p_relation and attnum > 0 and not attisdropped));
+    end if;
     if p_time is not null and reactor.type_of(p_relation, p_time) not in ('timestamptz'::regtype, 'timestamp'::regtype, 'date'::regtype) then
         raise exception 'column % of % is a %, not a date or a timestamp', quote_ident(p_time), p_relation,
             format_type(reactor.type_of(p_relation, p_time), null)
@@ -653,7 +643,6 @@ declare
     v_relation regclass;
     v_name name;
     v_role name;
-    v_routine regprocedure;
 begin
     update reactor.sources set detached_at = now() where relation = p_relation and detached_at is null returning id into v_source;
     if not found then
@@ -684,11 +673,8 @@ begin
             end if;
         end loop;
     end if;
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and proname like format('source\_%s\_%%', v_source)
-    loop
-        execute format('drop function %s', v_routine);
-    end loop;
+    execute format('drop function if exists reactor.%I, reactor.%I, reactor.%I, reactor.%I', format('source_%s_written', v_source),
+        format('source_%s_rows', v_source), format('source_%s_ids', v_source), format('source_%s_page', v_source));
     return true;
 end
 $$;
