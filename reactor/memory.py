@@ -76,9 +76,14 @@ class _Question:
     normalised: str | None
     k: int
     kinds: tuple[str, ...] | None
-    since: datetime | None
-    until: datetime | None
     metadata: dict[str, Any] | None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def filters(self) -> tuple[object, ...]:
+        """As reactor.recall() takes them."""
+        return self.k, self.kinds, self.since, self.until, self.metadata
 
 
 @dataclass(slots=True, eq=False)
@@ -187,9 +192,9 @@ class Memory:
                 normalise_query(text),
                 _clamp(k),
                 _kinds(kinds),
+                checked_metadata(metadata),
                 _instant("since", since),
                 _instant("until", until),
-                checked_metadata(metadata),
             )
         )
 
@@ -203,9 +208,7 @@ class Memory:
     ) -> Hits:
         """The tenant's newest source rows, newest first, each with its whole stored text; otherwise as `search`."""
         return await self._recall(
-            _Question(
-                checked_tenant(tenant_id), None, None, _clamp(k), _kinds(kinds), None, None, checked_metadata(metadata)
-            )
+            _Question(checked_tenant(tenant_id), None, None, _clamp(k), _kinds(kinds), checked_metadata(metadata))
         )
 
     async def _recall(self, question: _Question) -> Hits:
@@ -233,10 +236,9 @@ class Memory:
             )
         return Hits(_own(hits), degraded)
 
-    def _key(self, asked: _Question, version: int) -> str:
-        what = "recent" if asked.query is None else "search"
-        filters = (asked.k, asked.kinds, asked.since, asked.until, asked.metadata)
-        return recall_key(asked.tenant_id, what, asked.normalised, *filters, version)
+    def _key(self, question: _Question, version: int) -> str:
+        what = "recent" if question.query is None else "search"
+        return recall_key(question.tenant_id, what, question.normalised, *question.filters, version)
 
     async def _join_flight(self, question: _Question, key: str, started: float) -> _Answer:
         """Wait for the one search of this key, under the caller's own deadline."""
@@ -266,7 +268,9 @@ class Memory:
         known = self._known(question.tenant_id)
         embed_by = time.perf_counter() + self._deadline_s * _EMBED_SHARE
         for _ in range(2):  # again where the tenant's vectors turn out to be in another model
-            embedder = self._embedder_of(known.model)
+            embedder = None
+            with suppress(Unavailable):  # then the question is answered by its words
+                embedder = self._embedders.of_model(known.model)
             vector = await self._vector(embedder, question, embed_by)
             try:
                 rows = await self._fetch(question, vector, embedder)
@@ -290,12 +294,6 @@ class Memory:
             known.version = version
             await self._cache.set(self._key(question, version), hits)
         return hits, None
-
-    def _embedder_of(self, model: str | None) -> Embedder | None:
-        try:
-            return self._embedders.of_model(model)
-        except Unavailable:
-            return None
 
     async def _vector(self, embedder: Embedder | None, question: _Question, embed_by: float) -> HalfVector | None:
         """The question's vector, remembered by model and wording; None when the model does not answer in time.
@@ -338,11 +336,7 @@ class Memory:
                     question.query,
                     vector,
                     embedder.model if embedder is not None else None,
-                    question.k,
-                    question.kinds,
-                    question.since,
-                    question.until,
-                    question.metadata,
+                    *question.filters,
                 )
         except asyncpg.QueryCanceledError as exc:  # the role's statement_timeout
             raise Unavailable("Postgres canceled a search", code="deadline") from exc
