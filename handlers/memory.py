@@ -17,6 +17,7 @@ from reactor.errors import Permanent, Unavailable
 from reactor.job import Dead, Handler, Job, Settled, Snooze
 from reactor.jobs import complete_jobs
 from reactor.models import Embedders
+from reactor.settings import LOCAL_MODEL
 from reactor.text import Chunk, chunk, is_blank
 
 _NO_EMBEDDER_S = 300.0
@@ -162,7 +163,7 @@ def _choose_embedder(group: _Group, embed: str, model: str | None, embedders: Em
         return True
     group.settles_model = embed == "provider"
     try:
-        group.embedder = embedders.of_model(model) if group.settles_model else embedders.local()
+        group.embedder = embedders.of_model(model if group.settles_model else LOCAL_MODEL)
     except Unavailable as exc:
         for row in group.rows.values():
             for job in row.jobs:

@@ -46,6 +46,7 @@ _OUT_OF_REACH = (
     asyncpg.ProtocolViolationError,  # how a pooler says that it lost its server
 )
 
+_TIMEOUT_S = 10.0
 _CANCEL_S = 1.0
 _WHY = {
     "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
@@ -60,7 +61,7 @@ _WHY = {
 
 
 @contextmanager
-def reaching(what: str = "Postgres") -> Iterator[None]:
+def reaching() -> Iterator[None]:
     """Turns "cannot reach it" into Unavailable; a wrong statement stays what it is.
 
     Raises:
@@ -70,11 +71,11 @@ def reaching(what: str = "Postgres") -> Iterator[None]:
         yield
     except _OUT_OF_REACH as exc:
         why = _WHY.get(type(exc).__name__, type(exc).__name__)
-        raise Unavailable(f"{what} is out of reach ({why})", code="postgres") from exc
+        raise Unavailable(f"Postgres is out of reach ({why})", code="postgres") from exc
     except asyncpg.InterfaceError as exc:
         # asyncpg says "closed" with the same class it uses for a wrong argument count.
         if "closed" in str(exc) or "closing" in str(exc) or "released" in str(exc):
-            raise Unavailable(f"{what} closed the connection", code="postgres") from exc
+            raise Unavailable("Postgres closed the connection", code="postgres") from exc
         raise
 
 
@@ -102,7 +103,7 @@ async def _connect(*args: Any, **kwargs: Any) -> Any:
         ) from None
 
 
-async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> OwnConnection:
+async def connect(dsn: str, *, application: str) -> OwnConnection:
     """One connection outside any pool.
 
     Raises:
@@ -110,7 +111,7 @@ async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> Own
     """
     with reaching():
         conn: OwnConnection = await _connect(
-            dsn, timeout=timeout_s, server_settings={"application_name": application}, statement_cache_size=0
+            dsn, timeout=_TIMEOUT_S, server_settings={"application_name": application}, statement_cache_size=0
         )
         return conn
 
@@ -124,7 +125,6 @@ def create_pool(
     *,
     application: str,
     size: int,
-    timeout_s: float = 10.0,
     statement_cache_size: int = 100,
     resets: bool = True,
 ) -> Pool:
@@ -138,7 +138,7 @@ def create_pool(
         connect=_connect,
         min_size=0,
         max_size=size,
-        timeout=timeout_s,
+        timeout=_TIMEOUT_S,
         init=prepare_connection,
         reset=None if resets else _keep_as_is,
         server_settings={"application_name": application},
@@ -177,21 +177,21 @@ async def fetch(pool: Pool, query: str, *args: Any) -> list[asyncpg.Record]:
         Unavailable: Postgres is out of reach, or no connection came free within 10 s.
     """
     with reaching():
-        async with pool.acquire(timeout=10.0) as conn:
+        async with pool.acquire(timeout=_TIMEOUT_S) as conn:
             return await conn.fetch(query, *args)
 
 
 @asynccontextmanager
-async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> AsyncIterator[Connection]:
+async def tenant(pool: Pool, tenant_id: str) -> AsyncIterator[Connection]:
     """One transaction that may touch this tenant's rows of ours and no others.
 
     Raises:
-        Unavailable: Postgres is out of reach, or no connection came free within `timeout_s`.
+        Unavailable: Postgres is out of reach, or no connection came free within 10 s.
     """
     theirs: Exception | None = None
     try:
         with reaching():
-            async with pool.acquire(timeout=timeout_s) as conn, conn.transaction():
+            async with pool.acquire(timeout=_TIMEOUT_S) as conn, conn.transaction():
                 # A process that is stopped in here holds locks that a producer's TRUNCATE would wait for.
                 await conn.execute(
                     "select reactor.enter_tenant($1), set_config('idle_in_transaction_session_timeout', '15s', true)",

@@ -132,7 +132,6 @@ class Memory:
                 dsn,
                 application="memory-reactor reader",
                 size=settings.pool_size,
-                timeout_s=_CONNECT_S,
                 statement_cache_size=0,  # any pooler will do
             )
             await pool
