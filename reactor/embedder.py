@@ -43,10 +43,6 @@ class Embedder(Protocol):
     def model(self) -> str:
         """The name stored beside every vector: vectors of two models never meet in a search."""
 
-    @property
-    def leaves_machine(self) -> bool:
-        """Whether texts go to a provider."""
-
     async def embed_documents(self, texts: Sequence[str]) -> Embeddings:
         """Embed any number of texts, none of them blank.
 

@@ -30,7 +30,6 @@ class LocalEmbedder:
     """
 
     model = LOCAL_MODEL
-    leaves_machine = False
     _encoder: ClassVar[Any] = None
     _encoder_lock: ClassVar = threading.Lock()  # held to the end, where a cancelled caller has given up its turn
 

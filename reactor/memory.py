@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 from asyncio import Task, create_task, wait
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ import asyncpg
 from pgvector import HalfVector
 
 from reactor import db
-from reactor.borrowing import borrowed
 from reactor.cache import LRUCache, recall_key
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Permanent, Unavailable
@@ -77,9 +76,14 @@ class _Question:
     normalised: str | None
     k: int
     kinds: tuple[str, ...] | None
-    since: datetime | None
-    until: datetime | None
     metadata: dict[str, Any] | None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def filters(self) -> tuple[object, ...]:
+        """As reactor.recall() takes them."""
+        return self.k, self.kinds, self.since, self.until, self.metadata
 
 
 @dataclass(slots=True, eq=False)
@@ -88,20 +92,6 @@ class _Known:
 
     version: int = -1  # the highest; -1: none yet
     model: str | None = None  # what its vectors are in; None: the target, as far as we know
-
-
-@dataclass(slots=True)
-class _Statistics:
-    """Counts since open."""
-
-    hits: int = 0
-    misses: int = 0
-    degraded: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        asked = self.hits + self.misses + self.degraded
-        return self.hits / asked if asked else 0.0
 
 
 class Memory:
@@ -118,7 +108,7 @@ class Memory:
         self._flights: dict[str, Task[Any]] = {}  # what is being looked up or embedded, however many asked for it
         self._is_away = False
         self._away = Wakeup()
-        self.statistics = _Statistics()
+        self.outcomes: Counter[str] = Counter()  # of searches since open: hit, miss, degraded
         self._forget()
 
     @classmethod
@@ -142,7 +132,6 @@ class Memory:
                 dsn,
                 application="memory-reactor reader",
                 size=settings.pool_size,
-                timeout_s=_CONNECT_S,
                 statement_cache_size=0,  # any pooler will do
             )
             await pool
@@ -202,9 +191,9 @@ class Memory:
                 normalise_query(text),
                 _clamp(k),
                 _kinds(kinds),
+                checked_metadata(metadata),
                 _instant("since", since),
                 _instant("until", until),
-                checked_metadata(metadata),
             )
         )
 
@@ -218,9 +207,7 @@ class Memory:
     ) -> Hits:
         """The tenant's newest source rows, newest first, each with its whole stored text; otherwise as `search`."""
         return await self._recall(
-            _Question(
-                checked_tenant(tenant_id), None, None, _clamp(k), _kinds(kinds), None, None, checked_metadata(metadata)
-            )
+            _Question(checked_tenant(tenant_id), None, None, _clamp(k), _kinds(kinds), checked_metadata(metadata))
         )
 
     async def _recall(self, question: _Question) -> Hits:
@@ -230,18 +217,13 @@ class Memory:
         key = self._key(question, self._known(question.tenant_id).version)
         hits: Sequence[Hit] | None = await self._cache.get(key)
         degraded: Degraded | None = None
-        if hits is not None:
-            self.statistics.hits += 1
-            outcome = "hit"
-        else:
+        outcome = "hit"
+        if hits is None:
             hits, degraded = await self._join_flight(question, key, started)
-            if degraded is None:
-                self.statistics.misses += 1
-                outcome = "miss"
-            else:
-                self.statistics.degraded += 1
-                outcome = "degraded"
-                self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=degraded)
+            outcome = "degraded" if degraded else "miss"
+        self.outcomes[outcome] += 1
+        if degraded:
+            self._log.warning("recall_degraded", tenant_id=question.tenant_id, reason=degraded)
         if shows(logging.INFO):
             self._log.info(
                 "recall",
@@ -249,22 +231,13 @@ class Memory:
                 outcome=outcome,
                 n=len(hits),
                 latency_ms=round((time.perf_counter() - started) * 1000, 3),
-                hit_rate=round(self.statistics.hit_rate, 4),
+                hit_rate=round(self.outcomes["hit"] / self.outcomes.total(), 4),
             )
         return Hits(_own(hits), degraded)
 
     def _key(self, question: _Question, version: int) -> str:
-        return recall_key(
-            question.tenant_id,
-            "recent" if question.query is None else "search",
-            query=question.normalised,
-            k=question.k,
-            kinds=question.kinds,
-            since=question.since,
-            until=question.until,
-            metadata=question.metadata,
-            version=version,
-        )
+        what = "recent" if question.query is None else "search"
+        return recall_key(question.tenant_id, what, question.normalised, *question.filters, version)
 
     async def _join_flight(self, question: _Question, key: str, started: float) -> _Answer:
         """Wait for the one search of this key, under the caller's own deadline."""
@@ -294,7 +267,9 @@ class Memory:
         known = self._known(question.tenant_id)
         embed_by = time.perf_counter() + self._deadline_s * _EMBED_SHARE
         for _ in range(2):  # again where the tenant's vectors turn out to be in another model
-            embedder = self._embedder_of(known.model)
+            embedder = None
+            with suppress(Unavailable):  # then the question is answered by its words
+                embedder = self._embedders.of_model(known.model)
             vector = await self._vector(embedder, question, embed_by)
             try:
                 rows = await self._fetch(question, vector, embedder)
@@ -309,7 +284,7 @@ class Memory:
             if question.query is None or model is None or model == asked:
                 break
             known.model = model
-        hits = tuple(_hit(row) for row in rows if row["memory_id"] is not None)
+        hits = tuple(Hit(*row[2:]) for row in rows if row["memory_id"] is not None)  # after version and model
         if question.query is not None and vector is None:
             return hits, "lexical"
         # An answer older than what was heard meanwhile is not kept. Where news may have been missed (the tenant was
@@ -319,12 +294,6 @@ class Memory:
             await self._cache.set(self._key(question, version), hits)
         return hits, None
 
-    def _embedder_of(self, model: str | None) -> Embedder | None:
-        try:
-            return self._embedders.of_model(model)
-        except Unavailable:
-            return None
-
     async def _vector(self, embedder: Embedder | None, question: _Question, embed_by: float) -> HalfVector | None:
         """The question's vector, remembered by model and wording; None when the model does not answer in time.
 
@@ -332,7 +301,7 @@ class Memory:
         """
         if embedder is None or question.query is None:
             return None
-        key = recall_key(question.tenant_id, embedder.model, query=question.normalised)
+        key = recall_key(question.tenant_id, embedder.model, question.normalised)
         vector: HalfVector | None = await self._vectors.get(key)
         if vector is None and len(self._flights) <= _MOST_FLIGHTS:  # more would only queue up behind a slow provider
             query = question.query
@@ -359,18 +328,14 @@ class Memory:
         """
         try:
             # Longer than its askers wait: what came too late for them, a connection above all, is there for the next.
-            async with borrowed(self._pool, self._deadline_s, connect_s=_CONNECT_S) as conn:
+            async with db.borrowed(self._pool, self._deadline_s, connect_s=_CONNECT_S) as conn:
                 return await conn.fetch(
                     "select * from reactor.recall($1, $2, $3, $4, $5, $6, $7, $8, $9)",
                     question.tenant_id,
                     question.query,
                     vector,
                     embedder.model if embedder is not None else None,
-                    question.k,
-                    question.kinds,
-                    question.since,
-                    question.until,
-                    question.metadata,
+                    *question.filters,
                 )
         except asyncpg.QueryCanceledError as exc:  # the role's statement_timeout
             raise Unavailable("Postgres canceled a search", code="deadline") from exc
@@ -488,7 +453,7 @@ class Memory:
 
         async def ask() -> None:
             try:
-                async with borrowed(self._pool, timeout_s) as conn:
+                async with db.borrowed(self._pool, timeout_s) as conn:
                     await conn.execute("select 1")
             except Unavailable:
                 return
@@ -513,31 +478,10 @@ async def _default_dsn(settings: Settings) -> str:
     return server.dsn
 
 
-def _hit(row: asyncpg.Record) -> Hit:
-    return Hit(
-        row["memory_id"],
-        row["kind"],
-        row["source_id"],
-        row["content"],
-        min(max(row["score"], 0.0), 1.0),
-        row["occurred_at"],
-        row["metadata"],
-    )
-
-
 def _own(hits: Sequence[Hit]) -> list[Hit]:
     """Copies that a caller may change."""
     return [
-        Hit(
-            h.memory_id,
-            h.kind,
-            h.source_id,
-            h.content,
-            h.score,
-            h.occurred_at,
-            _own_json(h.metadata) if h.metadata else {},
-        )
-        for h in hits
+        Hit(h.memory_id, h.kind, h.source_id, h.content, h.score, h.occurred_at, _own_json(h.metadata)) for h in hits
     ]
 
 

@@ -65,14 +65,6 @@ class Embedders:
             self._open[model] = opened
         return self._open[model]
 
-    def local(self) -> Embedder:
-        """The model that never leaves the machine.
-
-        Raises:
-            Unavailable: It is not installed.
-        """
-        return self.of_model(LOCAL_MODEL)
-
     async def aclose(self) -> None:
         """Close what was opened."""
         for embedder in self._open.values():

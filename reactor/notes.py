@@ -10,8 +10,7 @@ from typing import Any
 
 import anyio
 
-from reactor.borrowing import borrowed
-from reactor.db import Pool
+from reactor.db import Pool, borrowed
 from reactor.errors import Unavailable
 from reactor.listener import Wakeup
 from reactor.log import Log

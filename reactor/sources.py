@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-from reactor.db import Pool, reaching
+from reactor.db import Pool, fetch
 from reactor.log import Log
 
 _PAGE = 1000
@@ -18,11 +17,7 @@ async def source_ids(pool: Pool) -> list[int]:
     Raises:
         Unavailable: Postgres is out of reach.
     """
-    rows = await _fetch(
-        pool,
-        "select id from reactor.sources s where detached_at is null "
-        "and exists (select from pg_class c where c.oid = s.relation) order by id",
-    )
+    rows = await fetch(pool, "select id from reactor.sources where reactor.is_readable(id) order by id")
     return [row["id"] for row in rows]
 
 
@@ -39,20 +34,19 @@ async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] 
         Unavailable: Postgres is out of reach.
         asyncpg.PostgresError: RX002 when the table's own row level security hides rows from the worker.
     """
-    [[placed]] = await _fetch(pool, "select reactor.reconcile_triggers($1)", source)
+    [[placed]] = await fetch(pool, "select reactor.reconcile_triggers($1)", source)
     found = {"enqueued": 0, "orphans": 0, "truncated": 0, "triggers_placed": placed}
-    [start] = await _fetch(pool, "select * from reactor.start_reconcile($1)", source)
+    [start] = await fetch(pool, "select * from reactor.start_reconcile($1)", source)
     truncated_at = start["truncated_at"]
-    for row in await _fetch(pool, "select t from reactor.source_tenants($1) t order by t", source):
-        tenant_id = row["t"]
+    for [tenant_id] in await fetch(pool, "select t from reactor.source_tenants($1) t order by t", source):
         if truncated_at is not None:
-            [[count]] = await _fetch(
+            [[count]] = await fetch(
                 pool, "select reactor.remove_truncated($1, $2, $3)", source, tenant_id, truncated_at
             )
             found["truncated"] += count
         after: str | None = None
         while True:
-            [page] = await _fetch(
+            [page] = await fetch(
                 pool, "select * from reactor.reconcile_page($1, $2, $3, $4)", source, tenant_id, after, _PAGE
             )
             found["enqueued"] += page["enqueued"]
@@ -60,9 +54,9 @@ async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] 
             progress(page["enqueued"] if after is None else _PAGE)
             if after is None:
                 break
-        [[count]] = await _fetch(pool, "select reactor.reconcile_orphans($1, $2)", source, tenant_id)
+        [[count]] = await fetch(pool, "select reactor.reconcile_orphans($1, $2)", source, tenant_id)
         found["orphans"] += count
-    await _fetch(
+    await fetch(
         pool, "select reactor.end_reconcile($1, $2, $3, $4)", source, start["unseen"], truncated_at, start["buries_all"]
     )
     return found
@@ -70,27 +64,21 @@ async def reconcile(pool: Pool, source: int, *, progress: Callable[[int], None] 
 
 async def count_rows(pool: Pool, source: int) -> int:
     """How many rows a source's table has, "when" aside: nothing beside the look that follows."""
-    [[relation]] = await _fetch(
-        pool, "select relation::text from reactor.sources where id = $1", source
-    )  # quoted by Postgres
-    [[rows]] = await _fetch(pool, f"select count(*) from {relation}")
+    [[relation]] = await fetch(pool, "select relation::text from reactor.sources where id = $1", source)
+    [[rows]] = await fetch(pool, f"select count(*) from {relation}")  # quoted by Postgres
     count: int = rows
     return count
 
 
 async def open_missed_changes_alert(pool: Pool, source: int, found: dict[str, int], *, log: Log) -> None:
     """An alert while rows are found that a trigger should have brought; resolved by the first look that finds none."""
-    missed = found["enqueued"] + found["orphans"]
-    if missed:  # a new partition alone is routine
-        [[is_new]] = await _fetch(
-            pool, "select reactor.open_alert('missed_changes', 'source ' || $1::text, $2)", str(source), found
-        )
+    subject = f"source {source}"
+    if found["enqueued"] + found["orphans"]:  # a new partition alone is routine
+        [[is_new]] = await fetch(pool, "select reactor.open_alert('missed_changes', $1, $2)", subject, found)
         if is_new:
             log.error("alert_opened", cause="missed_changes", source=source, **found)
     else:
-        [[was_open]] = await _fetch(
-            pool, "select reactor.resolve_alert('missed_changes', 'source ' || $1::text)", str(source)
-        )
+        [[was_open]] = await fetch(pool, "select reactor.resolve_alert('missed_changes', $1)", subject)
         if was_open:
             log.info("alert_resolved", cause="missed_changes", source=source)
 
@@ -104,13 +92,7 @@ async def prune(pool: Pool, keep: timedelta) -> int:
     pruned = 0
     while True:
         count: int
-        [[count]] = await _fetch(pool, "select reactor.prune($1, $2)", keep, _PAGE)
+        [[count]] = await fetch(pool, "select reactor.prune($1, $2)", keep, _PAGE)
         pruned += count
         if count < _PAGE:
             return pruned
-
-
-async def _fetch(pool: Pool, query: str, *args: Any) -> list[Any]:
-    with reaching():
-        async with pool.acquire(timeout=10.0) as conn:
-            return await conn.fetch(query, *args)

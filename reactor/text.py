@@ -12,7 +12,8 @@ from unicodedata import category, combining, normalize
 
 QUERY_CHARACTERS = 2000
 _WINDOW = 3  # how many chunks' worth of text the splitter sees at once
-_KEEPS_EMOJI_WHOLE = frozenset("\u200d" + "".join(map(chr, range(0xE0020, 0xE0080))))  # joiner; tags, as in flags
+# What words are written with, and what keeps an emoji whole: the joiner, tags (as in flags), skin tones.
+_KEPT = frozenset("#@+\u200d" + "".join(map(chr, [*range(0xE0020, 0xE0080), *range(0x1F3FB, 0x1F400)])))
 _EMPTY_GLYPHS = frozenset("\u115f\u1160\u2800\u3164\uffa0")  # letters and a symbol that are drawn as nothing
 _LOOSE = re.compile(r"(?<![\w#@+])[#@+]+(?![\w#@+])")  # attached to no word
 
@@ -30,7 +31,7 @@ def clean(text: str) -> str:
     return text
 
 
-def clean_json(value: Any) -> Any:
+def clean_json(value: Any, path: str = "$") -> Any:
     """A copy of a JSON value that jsonb holds: text cleaned, NaN and infinity null, tuples lists.
 
     Of two keys that become the same, the later wins.
@@ -40,25 +41,21 @@ def clean_json(value: Any) -> Any:
         ValueError: It is nested too deeply.
     """
     try:
-        return _clean_json(value, "$")
+        if isinstance(value, str):
+            return clean(value)
+        if value is None or isinstance(value, int):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, (list, tuple)):
+            return [clean_json(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            raise TypeError(f"{path}: {type(value).__name__} is not JSON")
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"{path}: a JSON object has only text for keys")
+        return {clean(key): clean_json(item, f"{path}.{key}") for key, item in value.items()}
     except RecursionError:
         raise ValueError("nested too deeply for JSON") from None
-
-
-def _clean_json(value: Any, path: str) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if value is None or isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_clean_json(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        raise TypeError(f"{path}: {type(value).__name__} is not JSON")
-    if not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{path}: a JSON object has only text for keys")
-    return {clean(key): _clean_json(item, f"{path}.{key}") for key, item in value.items()}
 
 
 def is_blank(text: str) -> bool:
@@ -71,63 +68,37 @@ def _is_visible(character: str) -> bool:
     return kind[0] not in "ZM" and kind not in ("Cc", "Cf") and character not in _EMPTY_GLYPHS
 
 
+@lru_cache(maxsize=256)
 def normalise_query(query: str) -> str:
     """What questions of equal meaning share: no case, accents or punctuation, single spaces; at most 2,000 characters.
 
     `#`, `@` and `+` stay where they touch a word, currency signs and emoji always. Only the first 2,000 characters
     count. Marks that make a letter another one (kana, Thai, Devanagari) stay. Doing it twice changes nothing.
     """
-    return _normalise(query[:QUERY_CHARACTERS])
-
-
-@lru_cache(maxsize=256)
-def _normalise(text: str) -> str:
-    text = _fold(text)
-    while not text.isascii() or len(text) > QUERY_CHARACTERS:
-        again = _fold(text[:QUERY_CHARACTERS])
-        if again == text:
-            break
-        text = again
-    return text
+    before = None
+    while query != before:  # what is left may compose anew, and then fold once more
+        before, query = query, _fold(query[:QUERY_CHARACTERS])
+    return query
 
 
 def _fold(text: str) -> str:
-    if not text.isascii():
-        text = normalize("NFKC", clean(text))[:QUERY_CHARACTERS]  # one character can unfold into 18
-        text = normalize("NFD", text.casefold())
-    text = text.translate(_FOLDED)
-    if not text.isascii():
-        text = normalize("NFC", text)
-    if "#" in text or "@" in text or "+" in text:
-        text = _LOOSE.sub(" ", text)
-    return " ".join(text.split())
+    text = normalize("NFKC", clean(text))[:QUERY_CHARACTERS]  # one character can unfold into 18
+    text = normalize("NFD", text.casefold())
+    text = normalize("NFC", "".join(map(_fold_character, text)))
+    return " ".join(_LOOSE.sub(" ", text).split())
 
 
-class _Folded(dict[int, str]):
-    """Code point to what is left of it, worked out when first met."""
-
-    def __missing__(self, code: int) -> str:
-        folded = self[code] = _fold_character(chr(code))
-        return folded
-
-
+@lru_cache(maxsize=1024)
 def _fold_character(character: str) -> str:
     kind = category(character)
-    if character in "#@+" or character in _KEEPS_EMOJI_WHOLE:
+    if character in _KEPT:
         return character
-    if kind == "Cf" or character == "\0" or "\ufe00" <= character <= "\ufe0f":  # the last choose a style of drawing
+    if kind == "Cf" or "\ufe00" <= character <= "\ufe0f":  # the last choose a style of drawing
         return ""
     if kind[0] == "M":
         place = combining(character)  # Hebrew and Arabic points; marks above and below
-        return "" if 10 <= place <= 36 or 200 <= place <= 240 else character  # noqa: PLR2004
-    if kind[0] in "PZ" or kind == "Cc" or character in "<=>^`|~":
-        return " "
-    if kind == "Sk" and not "\U0001f3fb" <= character <= "\U0001f3ff":  # skin tones belong to their emoji
-        return " "
-    return character.lower()
-
-
-_FOLDED = _Folded()
+        return "" if 10 <= place <= 36 or place >= 200 else character  # noqa: PLR2004
+    return " " if kind[0] in "PZ" or kind in ("Cc", "Sk") or character in "<=>|~" else character
 
 
 @dataclass(frozen=True, slots=True)

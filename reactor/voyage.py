@@ -71,8 +71,6 @@ class VoyageEmbedder:
         base_url: Another address of the same API, `/v1` included; None for Voyage's own.
     """
 
-    leaves_machine = True
-
     def __init__(self, model: str, api_key: SecretStr, *, base_url: str | None = None) -> None:
         self.model = model
         self._api_key = api_key
@@ -92,25 +90,20 @@ class VoyageEmbedder:
         call = _Call(texts, [self._kept.get(digest) for digest in digests])
         owed = (i for i, vector in enumerate(call.vectors) if vector is None)
         parts = packed(owed, lambda i: len(encoded(texts[i])), most=_REQUEST_TEXTS, budget=self._request_bytes)
-        failure: Exception | None = None
-        finished = False
         try:
             async with anyio.create_task_group() as requests:
                 for part in parts:
                     requests.start_soon(self._embed_part, part, call)
-            finished = True
-        except ExceptionGroup as group:
-            failure = group.exceptions[0]
-        finally:
-            if not finished:  # cancelled, too
-                self._unreported_tokens += call.tokens
-                for digest, vector in zip(digests, call.vectors, strict=True):
-                    if vector is not None:
-                        self._kept[digest] = vector
-                while len(self._kept) > _KEPT_VECTORS:
-                    del self._kept[next(iter(self._kept))]
-        if failure is not None:
-            raise failure  # bare: callers catch Unavailable
+        except BaseException as exc:  # cancelled, too
+            self._unreported_tokens += call.tokens
+            for digest, vector in zip(digests, call.vectors, strict=True):
+                if vector is not None:
+                    self._kept[digest] = vector
+            while len(self._kept) > _KEPT_VECTORS:
+                del self._kept[next(iter(self._kept))]
+            if isinstance(exc, ExceptionGroup):
+                raise exc.exceptions[0] from None  # bare: callers catch Unavailable
+            raise
         for digest in digests:
             self._kept.pop(digest, None)
         tokens, self._unreported_tokens = call.tokens + self._unreported_tokens, 0
@@ -118,15 +111,12 @@ class VoyageEmbedder:
 
     async def embed_query(self, text: str) -> np.ndarray:
         """See Embedder. Never waits behind documents."""
-        refusal = None
         try:
             [vector], _ = await self._ask([text], "query")
-        except Permanent as exc:
-            refusal = exc
-        if refusal is None:
-            return vector
-        await self._clear_the_request("query")
-        raise refusal
+        except Permanent:
+            await self._clear_the_request("query")
+            raise
+        return vector
 
     async def warm(self) -> None:
         """Import the client."""

@@ -12,10 +12,10 @@ declare
     v_is_16 boolean := current_setting('server_version_num')::int >= 160000;  -- where SET is a privilege of its own
     v_is_safe boolean;
     v_usable boolean;
-    v_parts jsonb := '{}';
-    v_routine regprocedure;
+    v_part name;
 begin
     foreach v_role in array array['reactor_worker', 'reactor_definer'] loop
+        v_part := v_role;
         for v_try in 1 .. 20 loop
             begin
                 if not exists (select from pg_roles where rolname = v_role) then
@@ -34,36 +34,26 @@ begin
                     perform pg_sleep(0.05);
             end;
         end loop;
-        select not (rolsuper or rolbypassrls or rolcanlogin) into v_is_safe from pg_roles where rolname = v_role;
+        select not (rolsuper or rolbypassrls or rolcanlogin), pg_has_role(current_user, oid, 'usage')
+            and case when v_is_16 then pg_has_role(current_user, oid, 'set') else true end
+        into v_is_safe, v_usable from pg_roles where rolname = v_role;  -- nulls: there is no such role
         if not v_is_safe then
             raise exception 'role % exists and could log in or pass by row level security', v_role
                 using errcode = '42501', hint = format('alter role %I nologin nosuperuser nobypassrls', v_role);
         end if;
-        v_usable := false;
-        if v_is_safe then  -- null: there is no such role
-            v_usable := pg_has_role(current_user, v_role, 'usage')
-                and case when v_is_16 then pg_has_role(current_user, v_role, 'set') else true end;
-        end if;
-        if not v_usable and (select rolsuper or rolbypassrls from pg_roles where rolname = current_user) then
+        if v_usable is not true and (select rolsuper or rolbypassrls from pg_roles where rolname = current_user) then
             raise exception '% passes by row level security and cannot become %, which does not', current_user, v_role
                 using errcode = '42501', hint = format('as an administrator: create role %I nologin (unless it exists), grant %1$I to %I',
                     v_role, current_user);
         end if;
-        if not v_usable then
+        if v_usable is not true then
             raise warning '% may not be made or used here: % plays its part too, under the same policies', v_role, current_user;
+            v_part := current_user;
         end if;
-        v_parts := v_parts || jsonb_build_object(v_role, case when v_usable then v_role else current_user end);
-    end loop;
-    execute format('create or replace function reactor.worker_role() returns name language sql immutable '
-        'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_worker');
-    execute format('create or replace function reactor.definer_role() returns name language sql immutable '
-        'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', v_parts ->> 'reactor_definer');
-    execute format('grant usage on schema reactor to %I, %I', v_parts ->> 'reactor_worker', v_parts ->> 'reactor_definer');
-    -- Tables are attached as the worker on the way, which may be another one than last time; the last file says who may call what.
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and pg_get_userbyid(proowner) = current_user
-    loop
-        execute format('grant execute on routine %s to %I', v_routine, v_parts ->> 'reactor_worker');
+        -- reactor.worker_role() and reactor.definer_role()
+        execute format('create or replace function reactor.%I() returns name language sql immutable '
+            'set search_path = pg_catalog, pg_temp as $f$ select %L::name $f$', substr(v_role, 9) || '_role', v_part);
+        execute format('grant usage on schema reactor to %I', v_part);
     end loop;
 end
 $$;

@@ -69,9 +69,6 @@ begin
     call reactor.put_policy('reactor.tombstones', 'reactor_whole_source',
         format('for select to %I using (tenant_id = '''')', reactor.worker_role()));
     call reactor.put_policy('reactor.sources', 'reactor_registry', format('for select to %I using (true)', reactor.worker_role()));
-    if reactor.worker_role() <> current_user then
-        execute format('grant select on reactor.sources to %I', reactor.worker_role());  -- attach reads as the worker
-    end if;
     call reactor.put_policy('reactor.rejected', 'reactor_definer', format('for insert to %I with check (true)', reactor.definer_role()));
 end
 $$;
@@ -146,22 +143,6 @@ begin
 end
 $$;
 
--- One column of a source, checked to exist, as a quoted name. Errors: 42703.
-create or replace function reactor.column_of(p_relation regclass, p_column text, p_argument text) returns text
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if not exists (select from pg_attribute where attrelid = p_relation and attname = p_column and attnum > 0 and not attisdropped) then
-        raise exception 'table % has no column %', p_relation, coalesce(quote_ident(p_column), 'null')
-            using errcode = '42703', hint = format('%s => ... names the column; its columns are: %s', p_argument,
-                (select string_agg(quote_ident(attname), ', ' order by attnum) from pg_attribute
-                 where attrelid = p_relation and attnum > 0 and not attisdropped));
-    end if;
-    return quote_ident(p_column);
-end
-$$;
-
 -- The type of a column, and of the domain under it: a cast to a domain or to varchar(n) would cut a value short, and
 -- then one tenant's name would find another's rows.
 create or replace function reactor.type_of(p_relation regclass, p_column text) returns oid
@@ -230,7 +211,6 @@ declare
     -- What a session may have set otherwise, and what would change a row's text or hide a table of ours.
     v_settings constant text := 'set search_path = pg_catalog, pg_temp set row_security = on set timezone = ''UTC'' '
         'set datestyle = ''ISO, YMD'' set intervalstyle = postgres set bytea_output = hex';
-    v_routine regprocedure;
     v_when text;
     v_id text;
     v_id_type text;
@@ -304,12 +284,7 @@ begin
         reactor.operator_of(reactor.type_of(s.relation, s.tenant_column), '='), format_type(reactor.type_of(s.relation, s.tenant_column), -1));
     v_ids := format('%s and %I.%s %s any ($2::text[]::%s[])', v_mine, s.alias, v_id,
         reactor.operator_of(reactor.type_of(s.relation, s.id_column), '='), v_id_type);
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace
-            and proname in (v_name || '_rows', v_name || '_ids', v_name || '_page')
-    loop
-        execute format('drop function %s', v_routine);
-    end loop;
+    execute format('drop function if exists reactor.%I, reactor.%I, reactor.%I', v_name || '_rows', v_name || '_ids', v_name || '_page');
     execute format('create function reactor.%I(text, text[]) '
         'returns table (source_id text, kind text, content text, occurred_at timestamptz, metadata jsonb, row_hash bytea) '
         'language plpgsql stable %s as %L', v_name || '_rows', v_settings,
@@ -396,10 +371,9 @@ exception when others then
 end
 ');
 
-    execute format('revoke all on function reactor.%I(), reactor.%I(text, text[]), reactor.%I(text, text[]), reactor.%I(text, text, int) from public',
+    execute format('revoke all on function reactor.%I, reactor.%I, reactor.%I, reactor.%I from public',
         v_name || '_written', v_name || '_rows', v_name || '_ids', v_name || '_page');
-    execute format('grant execute on function reactor.%I(text, text[]), reactor.%I(text, text[]) to %I',
-        v_name || '_rows', v_name || '_ids', reactor.worker_role());
+    execute format('grant execute on function reactor.%I, reactor.%I to %I', v_name || '_rows', v_name || '_ids', reactor.worker_role());
     if reactor.definer_role() <> current_user then
         execute format('grant create on schema reactor to %I', reactor.definer_role());
         execute format('alter function reactor.%I() owner to %I', v_name || '_written', reactor.definer_role());
@@ -419,8 +393,8 @@ as $$
 declare
     s reactor.sources;
     v_columns text[];
-    v_schemas name[];
-    v_schema name;
+    v_schemas text[];  -- of what the readers and the trigger name, quoted
+    v_schema text;
     v_functions regprocedure[];
     v_role name;
     v_holds_query boolean;
@@ -442,11 +416,10 @@ begin
                     and d.refclassid = 'pg_class'::regclass and d.refobjid = s.relation and d.refobjsubid = a.attnum))),
         array(select d.refobjid::regprocedure from pg_depend d
               where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid and d.refclassid = 'pg_proc'::regclass),
-        array(select n.nspname from pg_depend d
-              left join pg_operator o on d.refclassid = 'pg_operator'::regclass and o.oid = d.refobjid
-              left join pg_type t on d.refclassid = 'pg_type'::regclass and t.oid = d.refobjid
-              join pg_namespace n on n.oid in (o.oprnamespace, t.typnamespace)
-              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid)
+        array(select (pg_identify_object(d.refclassid, d.refobjid, 0)).schema from pg_depend d
+              where d.classid = 'pg_rewrite'::regclass and d.objid = r.oid
+              union select t.typnamespace::regnamespace::text from unnest(array[s.id_column, s.tenant_column]) c
+              join pg_type t on t.oid = reactor.type_of(s.relation, c))
     into v_holds_query, v_columns, v_functions, v_schemas
     from pg_rewrite r where r.ev_class = to_regclass('reactor.' || v_probe);
     execute format('drop view reactor.%I', v_probe);
@@ -455,17 +428,11 @@ begin
             using errcode = '0A000', hint = 'a condition may use only the columns of its own table';
     end if;
 
-    -- The schemas of what the readers and the trigger name.
-    v_schemas := v_schemas || array(
-        select n.nspname from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.oid = s.relation
-        union select n.nspname from pg_proc p join pg_namespace n on n.oid = p.pronamespace where p.oid = any (v_functions)
-        union select n.nspname from unnest(array[s.id_column, s.tenant_column]) as u (c)
-            join pg_type t on t.oid = reactor.type_of(s.relation, u.c) join pg_namespace n on n.oid = t.typnamespace);
     foreach v_role in array array[reactor.worker_role(), reactor.definer_role()] loop
         continue when v_role = current_user;
         foreach v_schema in array v_schemas loop
-            if not has_schema_privilege(v_role, v_schema, 'usage') then
-                execute format('grant usage on schema %I to %I', v_schema, v_role);
+            if not has_schema_privilege(v_role, v_schema::regnamespace, 'usage') then
+                execute format('grant usage on schema %s to %I', v_schema, v_role);
             end if;
         end loop;
         if not (select bool_and(has_function_privilege(v_role, f, 'execute')) from unnest(v_functions) f) then
@@ -525,8 +492,7 @@ as $$
 declare
     s reactor.sources;
 begin
-    for s in select * from reactor.sources where detached_at is null order by id loop
-        continue when not exists (select from pg_class c where c.oid = s.relation);
+    for s in select * from reactor.sources where reactor.is_readable(id) order by id loop
         begin
             perform reactor.install_source(s.id);
         exception when others then
@@ -549,6 +515,7 @@ as $$
 declare
     v_class pg_class;
     v_schema name;
+    v_owner name;
     v_other regclass;
     v_column text;
     v_argument text;
@@ -583,9 +550,9 @@ begin
         raise exception '% is attached already, and a partition or child of %', v_other, p_relation
             using errcode = '42809', hint = format('reactor.detach(%L) first', v_other);
     end if;
-    if current_user <> (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') then
-        raise exception 'schema reactor belongs to %: attach as that role',
-            (select pg_get_userbyid(nspowner) from pg_namespace where nspname = 'reactor') using errcode = '42501';
+    select pg_get_userbyid(nspowner) into v_owner from pg_namespace where nspname = 'reactor';
+    if current_user <> v_owner then
+        raise exception 'schema reactor belongs to %: attach as that role', v_owner using errcode = '42501';
     end if;
     if v_schema in ('pg_catalog', 'information_schema') or (v_schema = 'reactor' and p_kind_column is null) then
         raise exception '% is not a producer''s table', p_relation using errcode = '42501';
@@ -607,16 +574,21 @@ begin
         raise exception 'language => % is not a text search configuration of this server', quote_nullable(p_language)
             using errcode = '42704', hint = 'portuguese, english, spanish, simple, ...';
     end if;
-    for v_argument, v_column in
-        select 'text_columns', c from unnest(p_text) c
+    select a, c into v_argument, v_column
+    from (select 'text_columns', c from unnest(p_text) c
         union all select 'metadata_columns', c from unnest(p_metadata) c
-        union all select * from (values ('tenant_column', p_tenant), ('id_column', p_id)) needed
+        union all values ('tenant_column', p_tenant), ('id_column', p_id)
         union all select * from (values ('time_column', p_time), ('title_column', p_title), ('format_column', p_format),
             ('status_column', p_status), ('metrics_column', p_metrics), ('slides_column', p_slides), ('role_column', p_role),
-            ('conversation_column', p_conversation), ('agent_column', p_agent), ('kind_column', p_kind_column)) as optional (a, c) where c is not null
-    loop
-        perform reactor.column_of(p_relation, v_column, v_argument);
-    end loop;
+            ('conversation_column', p_conversation), ('agent_column', p_agent), ('kind_column', p_kind_column)) as optional (a, c)
+            where c is not null) as mapped (a, c)
+    where not exists (select from pg_attribute where attrelid = p_relation and attname = c and attnum > 0 and not attisdropped) limit 1;
+    if found then
+        raise exception 'table % has no column %', p_relation, coalesce(quote_ident(v_column), 'null')
+            using errcode = '42703', hint = format('%s => ... names the column; its columns are: %s', v_argument,
+                (select string_agg(quote_ident(attname), ', ' order by attnum) from pg_attribute
+                 where attrelid = p_relation and attnum > 0 and not attisdropped));
+    end if;
     if p_time is not null and reactor.type_of(p_relation, p_time) not in ('timestamptz'::regtype, 'timestamp'::regtype, 'date'::regtype) then
         raise exception 'column % of % is a %, not a date or a timestamp', quote_ident(p_time), p_relation,
             format_type(reactor.type_of(p_relation, p_time), null)
@@ -626,20 +598,16 @@ begin
         v_since := date_trunc('day', v_since, 'UTC');
     end if;
     select * into v_old from reactor.sources where relation = p_relation;
-    insert into reactor.sources as s (relation, alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
-        status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
-        condition, embed, language, notify, expected_since)
-    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_time, p_title, p_format, p_status, p_metrics, p_slides,
-        coalesce(p_metadata, '{}'), p_role, p_conversation, p_agent, p_kind_column, nullif(btrim(p_when), ''), p_embed, p_language,
-        coalesce(p_notify, true), case when p_backfill then null else v_since end)
-    on conflict (relation) do update set (alias, kind, text_columns, tenant_column, id_column, time_column, title_column, format_column,
-        status_column, metrics_column, slides_column, metadata_columns, role_column, conversation_column, agent_column, kind_column,
-        condition, embed, language, notify, expected_since, detached_at) = (excluded.alias, excluded.kind, excluded.text_columns, excluded.tenant_column,
-        excluded.id_column, excluded.time_column, excluded.title_column, excluded.format_column, excluded.status_column,
-        excluded.metrics_column, excluded.slides_column, excluded.metadata_columns, excluded.role_column, excluded.conversation_column,
-        excluded.agent_column, excluded.kind_column, excluded.condition, excluded.embed, excluded.language, excluded.notify,
-        case when p_backfill then null else s.expected_since end, null)
-    returning * into v_new;
+    insert into reactor.sources (relation, alias, kind, text_columns, tenant_column, id_column, embed, language, notify, expected_since)
+    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_embed, p_language, true, v_since)
+    on conflict (relation) do nothing;
+    update reactor.sources
+    set alias = v_class.relname, kind = p_kind, text_columns = p_text, tenant_column = p_tenant, id_column = p_id, time_column = p_time,
+        title_column = p_title, format_column = p_format, status_column = p_status, metrics_column = p_metrics, slides_column = p_slides,
+        metadata_columns = coalesce(p_metadata, '{}'), role_column = p_role, conversation_column = p_conversation, agent_column = p_agent,
+        kind_column = p_kind_column, condition = nullif(btrim(p_when), ''), embed = p_embed, language = p_language,
+        notify = coalesce(p_notify, true), expected_since = case when p_backfill then null else expected_since end, detached_at = null
+    where relation = p_relation returning * into v_new;
     perform reactor.install_source(v_new.id);
     -- Rows that are to be there, and rows that read otherwise than before.
     if p_backfill or v_old.id is not null and v_old is distinct from v_new then
@@ -675,7 +643,6 @@ declare
     v_relation regclass;
     v_name name;
     v_role name;
-    v_routine regprocedure;
 begin
     update reactor.sources set detached_at = now() where relation = p_relation and detached_at is null returning id into v_source;
     if not found then
@@ -706,11 +673,8 @@ begin
             end if;
         end loop;
     end if;
-    for v_routine in
-        select oid from pg_proc where pronamespace = 'reactor'::regnamespace and proname like format('source\_%s\_%%', v_source)
-    loop
-        execute format('drop function %s', v_routine);
-    end loop;
+    execute format('drop function if exists reactor.%I, reactor.%I, reactor.%I, reactor.%I', format('source_%s_written', v_source),
+        format('source_%s_rows', v_source), format('source_%s_ids', v_source), format('source_%s_page', v_source));
     return true;
 end
 $$;

@@ -34,7 +34,7 @@ create table if not exists reactor.memories (
 call reactor.put_index('reactor.memories_recent', $$create index memories_recent on reactor.memories (tenant_id, occurred_at desc, id desc) where chunk = 0$$);
 call reactor.protect('reactor.memories', 'content');
 
--- What agents write down themselves (Memory.remember): a source like any other.
+-- What agents write down themselves (Memory.remember): a source like any other, attached in the last file.
 create table if not exists reactor.notes (
     id bigint generated always as identity primary key,
     tenant_id text not null,
@@ -45,12 +45,6 @@ create table if not exists reactor.notes (
 );
 call reactor.put_index('reactor.notes_by_tenant', $$create index notes_by_tenant on reactor.notes (tenant_id, id)$$);
 call reactor.protect('reactor.notes', 'content');
-do $$
-begin
-    perform reactor.attach_source('reactor.notes', 'note', '{content}', 'tenant_id', 'id', 'created_at', null, null, null, null, null,
-        '{metadata}', null, null, null, null, 'provider', 'portuguese', true, false, 'kind');
-end
-$$;
 
 -- Replaces the memories of some rows of one tenant, inside the scope and transaction that hold the rows' claims.
 -- One array element a chunk; rows are named again in p_rows with the version of the job that read them.
@@ -378,9 +372,7 @@ declare
     v_new regclass[];
     v_scope text := coalesce(current_setting('reactor.tenant_id', true), '');
 begin
-    for s in select * from reactor.sources where detached_at is null and (p_relation is null or relation = p_relation)
-        and exists (select from pg_class c where c.oid = relation) order by id
-    loop
+    for s in select * from reactor.sources where reactor.is_readable(id) and (p_relation is null or relation = p_relation) order by id loop
         source := s.relation;
         enqueued := 0;
         orphans := 0;
@@ -404,7 +396,7 @@ begin
         return next;
     end loop;
     -- Last, for a trigger's lock on its table lasts to the end. Rows may have come between the look and the triggers.
-    for s in select * from reactor.sources where detached_at is null and (p_relation is null or relation = p_relation)
+    for s in select * from reactor.sources where reactor.is_readable(id) and (p_relation is null or relation = p_relation)
         and exists (select from reactor.relations_without_triggers(id)) order by id
     loop
         perform reactor.reconcile_triggers(s.id);

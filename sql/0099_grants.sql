@@ -1,4 +1,5 @@
--- Who may do what, said once and in full; nobody else may anything. Then the sources are compiled by this release.
+-- Who may do what, said once and in full; nobody else may anything. Then the notes are attached, and every source is
+-- compiled by this release.
 revoke all on all tables in schema reactor from public;
 revoke all on all sequences in schema reactor from public;
 
@@ -25,27 +26,30 @@ begin
             raise exception '% may not use schema %, where pgvector is', reactor.worker_role(), v_vector
                 using errcode = '42501', hint = format('as its owner: grant usage on schema %s to %I', v_vector, reactor.worker_role());
         end if;
-        execute format('grant select, update on reactor.jobs to %I', reactor.worker_role());
-        execute format('grant select, insert, update on reactor.job_minutes to %I', reactor.worker_role());
-        execute format('grant select, delete on reactor.tombstones to %I', reactor.worker_role());
-        execute format('grant select on reactor.sources to %I', reactor.worker_role());
-        execute format('grant select, insert, update on reactor.tenants to %I', reactor.worker_role());
-        execute format('grant select, insert, update, delete on reactor.memories to %I', reactor.worker_role());
-        execute format('grant select, insert on reactor.notes to %I', reactor.worker_role());
-        execute format('grant execute on function reactor.scope(), reactor.worker_role(), reactor.enter_tenant(text), '
-            'reactor.leave_tenant(text[]), reactor.fold(text), reactor.json_text(jsonb), reactor.clean_json(json), reactor.hold_claims(bigint[], uuid[]), '
-            'reactor.complete_jobs(bigint[], uuid[], jsonb[]), reactor.source_rows(int, text, text[]), reactor.source_ids(int, text, text[]), reactor.is_readable(int), '
-            'reactor.move_version(text, bigint), reactor.model_of(text, text), reactor.question(text), reactor.hidden_memories(text) to %I',
-            reactor.worker_role());
-        execute (select format('grant execute on function %s to %I', string_agg(oid::regprocedure::text, ', '), reactor.worker_role())
-            from pg_proc where pronamespace = 'reactor'::regnamespace and proname in ('replace_memories', 'find_memories', 'recent_memories',
-                'recall', 'search', 'search_by_embedding', 'recent', 'remove_truncated'));
+        execute format($f$
+            grant select, update on reactor.jobs to %1$I;
+            grant select, insert, update on reactor.job_minutes to %1$I;
+            grant select, delete on reactor.tombstones to %1$I;
+            grant select on reactor.sources to %1$I;
+            grant select, insert, update on reactor.tenants to %1$I;
+            grant select, insert, update, delete on reactor.memories to %1$I;
+            grant select, insert on reactor.notes to %1$I;
+            grant execute on function reactor.scope, reactor.worker_role, reactor.enter_tenant, reactor.leave_tenant, reactor.fold,
+                reactor.json_text, reactor.clean_json, reactor.hold_claims, reactor.complete_jobs, reactor.source_rows, reactor.source_ids,
+                reactor.is_readable, reactor.replace_memories, reactor.remove_truncated, reactor.move_version, reactor.model_of,
+                reactor.question, reactor.hidden_memories, reactor.find_memories, reactor.recent_memories, reactor.recall,
+                reactor.search, reactor.search_by_embedding, reactor.recent to %1$I;
+        $f$, reactor.worker_role());
     end if;
     if reactor.definer_role() <> current_user then
-        execute format('grant insert on reactor.jobs, reactor.tombstones, reactor.rejected to %I', reactor.definer_role());
-        execute format('grant usage on sequence reactor.job_ids to %I', reactor.definer_role());
-        execute format('grant execute on function reactor.ring() to %I', reactor.definer_role());
+        execute format($f$
+            grant insert on reactor.jobs, reactor.tombstones, reactor.rejected to %1$I;
+            grant usage on sequence reactor.job_ids to %1$I;
+            grant execute on function reactor.ring to %1$I;
+        $f$, reactor.definer_role());
     end if;
+    perform reactor.attach_source('reactor.notes', 'note', '{content}', 'tenant_id', 'id', 'created_at', null, null, null, null, null,
+        '{metadata}', null, null, null, null, 'provider', 'portuguese', true, false, 'kind');
     perform reactor.renew_sources();
 end
 $$;

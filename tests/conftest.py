@@ -88,8 +88,8 @@ class Server:
         self._server.cleanup()
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+@contextlib.contextmanager
+def new_server() -> Iterator[Server]:
     folder = Path(tempfile.mkdtemp(prefix="reactor-test-"))
     folder.chmod(0o755)
     server = Server(folder)
@@ -100,6 +100,12 @@ def server() -> Iterator[Server]:
     yield server
     server.stop()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with new_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
@@ -17,6 +17,7 @@ from reactor import db
 from reactor.text import Chunk, chunk
 
 LOCAL = "use-multilingual"
+NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
 
 async def store(
@@ -49,6 +50,13 @@ async def store(
             [None if v is None else model for v in vectors], [metadata or {}] * len(pieces), [occurred_at] * len(pieces),
             [b"hash"] * len(pieces),
         )  # fmt: skip
+
+
+async def store_one_of_each_kind(conn: asyncpg.Connection) -> None:
+    """Rows "0" to "2" of acme about "bolo": a post, a chat and a note of three days from NOON on, each with its metadata."""
+    for n, kind in enumerate(["post", "chat", "note"]):
+        day = NOON + timedelta(days=n)
+        await store(conn, "acme", str(n), "bolo", kind=kind, occurred_at=day, metadata={"n": n, "tags": ["a", kind]})
 
 
 @asynccontextmanager

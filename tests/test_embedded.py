@@ -32,7 +32,7 @@ USER = """
 import json, os, signal, sys
 from pathlib import Path
 from reactor import embedded
-server = embedded.start(Path(sys.argv[1]), version=int(sys.argv[2]))
+server = embedded.start(Path(sys.argv[1]))
 signal.signal(signal.SIGINT, lambda *_: os.write(1, b"interrupted\\n"))
 print(json.dumps({"dsn": server.dsn, "notice": server.notice}), flush=True)
 sys.stdin.read()
@@ -56,9 +56,9 @@ def clean(home):
 
 
 @contextlib.contextmanager
-def using(home, *, version=18, **env):
+def using(home, **env):
     """A process of USER, with what it said; killed if the test forgot to end it."""
-    args = [sys.executable, "-W", "error", "-c", USER, str(home), str(version)]
+    args = [sys.executable, "-W", "error", "-c", USER, str(home)]
     environ = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | env
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(args, env=environ, start_new_session=True, cwd=Path(__file__).parents[1], **pipes) as process:
@@ -171,12 +171,11 @@ def test_a_restart_keeps_the_data(home):
         assert ask(said(process)["dsn"], "select text from note") == "ação"
 
 
-@pytest.mark.parametrize("version", [16, 18])
-def test_portuguese_works_where_the_machine_speaks_plain_c(home, version):
-    with using(home, version=version, LANG="C", LC_ALL="C") as process:
+def test_portuguese_works_where_the_machine_speaks_plain_c(home):
+    with using(home, LANG="C", LC_ALL="C") as process:
         dsn = said(process)["dsn"]
 
-        assert ask(dsn, "show server_version").startswith(str(version))
+        assert ask(dsn, "show server_version").startswith("18")
         assert ask(dsn, "show server_encoding") == "UTF8"
         assert ask(dsn, "select lower('ÁÉÍÇ')") == "áéíç"
         assert ask(dsn, "select 'É' ilike 'é'")
@@ -208,7 +207,7 @@ def test_another_system_user_cannot_connect(home):
     with using(home) as process:
         dsn = said(process)["dsn"]
         nobody = pwd.getpwnam("nobody")
-        psql = [embedded._programs(18) / "psql", "-Atc", "select 1", dsn]
+        psql = [embedded._programs() / "psql", "-Atc", "select 1", dsn]
         other = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
 
         assert subprocess.run(psql, cwd="/", capture_output=True, text=True).stdout == "1\n"
@@ -337,20 +336,15 @@ def test_a_home_too_long_for_a_socket_and_with_odd_letters_works_and_stays_priva
 
 
 def test_data_of_another_version_is_named_and_left_as_it_is(home):
-    with using(home, version=16) as process:
-        ask(said(process)["dsn"], "create table note as select 'olá' as text")
+    data = embedded._data_folder(home)
+    data.mkdir(parents=True)
+    (data / "PG_VERSION").write_text("16\n")
 
     with pytest.raises(Misuse, match=r"holds data of PostgreSQL 16, not 18") as raised:
         embedded.start(home)
 
     assert "\n" not in str(raised.value)
-    with using(home, version=16) as process:
-        assert ask(said(process)["dsn"], "select text from note") == "olá"
-
-
-def test_a_version_that_does_not_come_with_it_is_named(home):
-    with pytest.raises(Misuse, match=r"no embedded PostgreSQL 9, only \[16, 18\]"):
-        embedded.start(home, version=9)
+    assert [(file.name, file.read_text()) for file in data.iterdir()] == [("PG_VERSION", "16\n")]
 
 
 @pytest.mark.parametrize("below", ["", "deeper", "x" * 300])

@@ -16,13 +16,11 @@ from conftest import drained, eventually, make_settings, running_reactor
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from recalling import store, watched_searches
+from recalling import NOON, store, store_one_of_each_kind, watched_searches
 from voyage_stub import vector_of, voyage_stub
 
 from reactor import Hit, Memory
 from reactor.errors import Misuse
-
-NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -113,16 +111,7 @@ async def test_an_address_that_is_none_is_said_at_open(dsn):
 
 
 async def test_the_filters_are_exact_and_every_one_has_answers_of_its_own(memory, conn):
-    for n, kind in enumerate(["post", "chat", "note"]):
-        await store(
-            conn,
-            "acme",
-            str(n),
-            "bolo",
-            kind=kind,
-            occurred_at=NOON + timedelta(days=n),
-            metadata={"n": n, "tags": ["a", kind]},
-        )
+    await store_one_of_each_kind(conn)
     local = (NOON + timedelta(days=1)).astimezone().replace(tzinfo=None)
 
     for _ in range(2):  # asked, then cached
@@ -198,7 +187,7 @@ async def test_no_twin_of_a_tenant_s_name_sees_anything_of_it_asked_or_cached(me
         for n, tenant in enumerate(TWINS):
             for hits in (await memory.search(tenant, "bolo secreto", k=100), await memory.recent(tenant, k=100)):
                 assert [hit.content for hit in hits] == [f"bolo secreto {n}"]
-    assert memory.statistics.hits == 2 * len(TWINS)
+    assert memory.outcomes["hit"] == 2 * len(TWINS)
 
 
 @hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

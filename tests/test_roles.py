@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import asyncpg
 import pytest
-from conftest import Server, command, connect, drained, make_settings, running_reactor
+from conftest import Server, command, connect, drained, make_settings, new_server, running_reactor
 
 from reactor import Memory, Unavailable, db, tenant
 
@@ -32,13 +30,8 @@ WITHOUT_PRIVILEGES = ["an ordinary owner", "an owner who may create roles"]
 @pytest.fixture(scope="module")
 def bare() -> Iterator[Server]:
     """A cluster of this file's own, where no role of ours exists until a test makes it."""
-    folder = Path(tempfile.mkdtemp(prefix="reactor-test-"))
-    folder.chmod(0o755)
-    server = Server(folder)
-    server.psql(server.superuser, "alter system set fsync = off; select pg_reload_conf();")
-    yield server
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with new_server() as server:
+        yield server
 
 
 @pytest.fixture

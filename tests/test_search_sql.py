@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import asyncpg
 import numpy as np
@@ -11,9 +11,8 @@ from conftest import connect
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from recalling import LOCAL, scoped, store
+from recalling import LOCAL, NOON, scoped, store, store_one_of_each_kind
 
-NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 SEARCH = "select * from reactor.search($1, $2)"
 
 
@@ -70,16 +69,7 @@ async def test_accents_and_case_do_not_matter_in_either_direction(conn):
 
 
 async def test_the_filters_are_exact(conn):
-    for n, kind in enumerate(["post", "chat", "note"]):
-        await store(
-            conn,
-            "acme",
-            str(n),
-            "bolo",
-            kind=kind,
-            occurred_at=NOON + timedelta(days=n),
-            metadata={"n": n, "tags": ["a", kind]},
-        )
+    await store_one_of_each_kind(conn)
 
     async def found(arguments, *values):
         hits = await conn.fetch(f"select source_id from reactor.search('acme', 'bolo', {arguments})", *values)

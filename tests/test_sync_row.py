@@ -577,7 +577,7 @@ async def test_a_book_in_the_batch_is_embedded_after_its_neighbours_are_remember
     calls = []
 
     class Watched:
-        model, leaves_machine = "use-multilingual", False
+        model = "use-multilingual"
 
         async def embed_documents(self, texts):
             calls.append((len(texts), await conn.fetchval("select sum(memories) from reactor.tenants")))

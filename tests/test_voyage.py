@@ -600,7 +600,6 @@ def test_with_a_key_voyage_embeds(monkeypatch):
 
     assert isinstance(opened, VoyageEmbedder)
     assert opened.model == "voyage-4"
-    assert opened.leaves_machine
 
 
 def test_without_a_key_the_local_model_embeds(monkeypatch):
@@ -608,7 +607,6 @@ def test_without_a_key_the_local_model_embeds(monkeypatch):
 
     assert isinstance(opened, LocalEmbedder)
     assert opened.model == "use-multilingual"
-    assert not opened.leaves_machine
 
 
 def test_the_target_decides_against_the_default(monkeypatch):
