@@ -83,7 +83,7 @@ class _Rest:
 class _Nap:
     """What was answered to arming since something was last claimed."""
 
-    was_refused: bool = False
+    watch: str | None = None  # another reactor's, of which it was told before its last look
     in_flight_s: float = _IN_FLIGHT_S
 
 
@@ -182,8 +182,8 @@ class Worker:
         """Look, start what was found, and sleep only where whoever commits a job later is sure to ring.
 
         The protocol is `reactor.ring` and `reactor.arm` in sql/0002, proven by tests/wake_model.py: the bell is cleared
-        before a look, never after; after arming, and after being refused, it looks once more; a reactor without room
-        never sleeps armed, for then every producer would ring just when load is highest.
+        before a look, never after; after arming, and after hearing of another's watch, it looks once more; a reactor
+        without room never sleeps armed, for then every producer would ring just when load is highest.
         """
         why, nap = "start", _Nap()
         while not self._stopping:
@@ -204,31 +204,34 @@ class Worker:
     async def _doze(self, rest: _Rest, watch: Listener, nap: _Nap) -> str:
         """Arm and ask for the look that must follow; where that is refused, sleep as one may without."""
         match await watch.arm():
+            case None:
+                return await self._sleep(rest)
+            case "armed":
+                return "armed"
             case "in_flight":
                 nap.in_flight_s *= 1.2
                 return await self._sleep(_Rest(min(nap.in_flight_s, rest.sleep_s, _MOST_IN_FLIGHT_S), "in_flight"))
-            case "watched" if nap.was_refused:
-                nap.was_refused = False
-                return await self._sleep_unarmed(rest, watch)
-            case "watched":
-                nap.was_refused = True
+            case watched if watched == nap.watch:
+                return await self._sleep_unarmed(rest, watch, nap)
+            case watched:
+                nap.watch = watched
                 return "watched"
-            case "armed":
-                return "armed"
-            case None:
-                return await self._sleep(rest)
 
     async def _sleep(self, rest: _Rest) -> str:
         return self._wakeup.reason if await self._wakeup.wait(rest.sleep_s) else rest.why
 
-    async def _sleep_unarmed(self, rest: _Rest, watch: Listener) -> str:
-        """Another reactor sleeps armed: rings reach this one too, but should that one die, somebody must take over."""
+    async def _sleep_unarmed(self, rest: _Rest, watch: Listener, nap: _Nap) -> str:
+        """Another reactor sleeps armed: rings reach this one too, but should that one die, somebody must take over.
+
+        And should it have been awake meanwhile, there may be jobs of types that it does not handle.
+        """
         until = anyio.current_time() + rest.sleep_s
         while (left_s := until - anyio.current_time()) > 0:
             nap_s = min(left_s, _WATCH_S * random.uniform(0.75, 1.25))  # noqa: S311  # jitter
             if await self._wakeup.wait(nap_s):
                 return self._wakeup.reason
-            if nap_s < left_s and await watch.arm() != "watched":
+            if nap_s < left_s and (answer := await watch.arm()) != nap.watch:
+                nap.watch = answer
                 return "watch"
         return rest.why
 
@@ -426,8 +429,6 @@ class Worker:
         try:
             async with timeout:
                 return await bound.call(batch if bound.spec.batch > 1 else batch[0]), None
-        except GeneratorExit:
-            raise
         except BaseException as exc:
             if self._is_cut_off:  # whatever the handler made of that
                 raise asyncio.CancelledError from exc

@@ -66,7 +66,8 @@ class TestRunning:
             process.terminate()
             said = process.communicate(timeout=30)[0]
 
-        assert result == {"said": "OLÁ", "by": "postgres", "key": f"reactor-{single}", "tenant": "acme"}
+        instance = await conn.fetchval("select left(id::text, 8) from reactor.instance")
+        assert result == {"said": "OLÁ", "by": "postgres", "key": f"reactor-{instance}-{single}", "tenant": "acme"}
         assert notes == [{"together_with": 2, "model": "use-multilingual", "home": ".reactor"}] * 3
         assert [e["post"] for e in map(json.loads, said.splitlines()) if e["event"] == "published"] == ["olá"]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import struct
 import threading
@@ -22,7 +23,9 @@ from conftest import connect, drained, eventually, reactor_process
 from test_settling import ended, enqueue, row, working
 from voyage_stub import late, voyage_stub
 
-from reactor.job import Handler, Snooze
+from reactor.errors import Permanent, Unavailable
+from reactor.job import Done, Failed, Handler, Snooze
+from reactor.jobs import Jobs
 
 
 class Wire:
@@ -314,7 +317,9 @@ class TestRoom:
         await enqueue(conn, 2, key="k")
         async with working(pool, {"work": work}, poll_s=60):
             await eventually(
-                lambda: conn.fetchval("select count(*) > 0 from pg_stat_activity where query like '%next_due_s%'")
+                lambda: conn.fetchval(
+                    "select count(*) > 0 from pg_stat_activity where query like '%look_ahead%' and pid <> pg_backend_pid()"
+                )
             )
             assert not ran.is_set()
             await conn.fetch("select reactor.settle_jobs($1, $2, '{done}')", [other["id"]], [other["claim_token"]])
@@ -443,6 +448,280 @@ class TestStopping:
 
         assert code == 0, output.text
         assert "Traceback" not in output.text
+
+
+class Unprintable(Permanent):
+    def __str__(self):
+        raise RuntimeError("not even this")
+
+
+class Odd(BaseException):
+    pass
+
+
+def raising(exc):
+    async def work(job):
+        raise exc
+
+    return work
+
+
+def ending(outcome):
+    async def work(job):
+        job.outcome = outcome
+
+    return work
+
+
+async def raises_in_a_group_of_its_own(job):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.sleep_forever)
+        raise Odd
+
+
+async def cancels_itself(job):
+    asyncio.current_task().cancel()
+    await anyio.sleep_forever()
+
+
+async def refers_to_itself(job):
+    result = {}
+    result["again"] = result
+    return result
+
+
+async def returns_what_is_too_deep(job):
+    result = {}
+    for _ in range(20_000):
+        result = {"deeper": result}
+    return result
+
+
+MISBEHAVIOURS = {
+    "a group of what no program catches": (raising(BaseExceptionGroup("all", [SystemExit(1)])), "failed: SystemExit"),
+    "a group of its own": (raises_in_a_group_of_its_own, "failed: Odd"),
+    "an interrupt from the keyboard": (raising(KeyboardInterrupt()), "failed: KeyboardInterrupt"),
+    "an exit of a generator": (raising(GeneratorExit()), "failed: GeneratorExit"),
+    "an exception that raises when it is read": (raising(Unprintable("")), "failed: RuntimeError"),
+    "a delay that is a date": (raising(Unavailable("busy", retry_after_s="Wed, 21 Oct 2026")), "pending: snoozed"),
+    "a delay that is text": (raising(Unavailable("busy", retry_after_s="120")), "pending: snoozed"),
+    "a delay that is no number": (ending(Failed("busy", "", float("nan"))), "failed: busy"),
+    "a delay without end": (ending(Failed("busy", "", float("inf"))), "failed: busy"),
+    "a delay before now": (ending(Failed("busy", "", -1e300)), "failed: busy"),
+    "an outcome that is none": (ending("done"), "failed: outcome"),
+    "a result that refers to itself": (refers_to_itself, ": "),
+    "a result that is too deep": (returns_what_is_too_deep, ": "),
+    "a cancellation of itself": (cancels_itself, "failed: CancelledError"),
+}
+
+
+class TestHandlersThatMisbehave:
+    @pytest.mark.parametrize("name", MISBEHAVIOURS)
+    async def test_whatever_one_does_ends_its_own_job_and_no_other(self, conn, pool, name):
+        bad, becomes = MISBEHAVIOURS[name]
+        running, release = anyio.Event(), anyio.Event()
+
+        async def good(job):
+            running.set()
+            await release.wait()
+            return {"unharmed": True}
+
+        before = await enqueue(conn, type_="good")
+        async with working(pool, {"good": good, "bad": bad}, poll_s=30) as worker:
+            with anyio.fail_after(20):
+                await running.wait()
+            bad_ones = [await enqueue(conn, n, type_="bad") for n in range(2)]
+            worker._wakeup.ring()
+            rows = await ended(conn, *bad_ones)
+            release.set()
+            after = await enqueue(conn, type_="good")
+            worker._wakeup.ring()
+            unharmed = await ended(conn, before, after)
+
+        for job in rows:
+            assert f"{job['status']}: {job['last_error']}".startswith(becomes) or becomes == ": "
+            assert job["due_s"] <= 86_400
+        assert [(job["status"], job["attempts"], job["result"]) for job in unharmed] == [
+            ("done", 1, {"unharmed": True})
+        ] * 2
+
+    async def test_one_that_is_cancelled_by_another_fails_and_both_go_on(self, conn, pool):
+        tasks = {}
+
+        async def victim(jobs):
+            if len(jobs) > 1:
+                tasks["victim"] = asyncio.current_task()
+                await anyio.sleep_forever()
+
+        async def murderer(job):
+            await eventually(lambda: _true("victim" in tasks))
+            tasks["victim"].cancel()
+
+        victims = [await enqueue(conn, n, type_="victim") for n in range(2)]
+        other = await enqueue(conn, type_="murderer")
+        async with working(pool, {"victim": Handler(victim, batch=5), "murderer": murderer}):
+            rows = await ended(conn, *victims, other)
+
+        assert {(job["status"], job["attempts"]) for job in rows} == {("done", 1)}
+
+    @pytest.mark.parametrize("way", ["timeout", "anyio", "group", "shield", "swallows"])
+    async def test_timeouts_of_its_own_and_ours_do_not_mix(self, conn, pool, way):
+        async def own(job):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await anyio.sleep_forever()
+            with anyio.move_on_after(0.01):
+                await anyio.sleep_forever()
+            return {"went": "on"}
+
+        async def slow(job):
+            match way:
+                case "timeout":
+                    async with asyncio.timeout(60):
+                        await anyio.sleep_forever()
+                case "anyio":
+                    with anyio.move_on_after(60):
+                        await anyio.sleep_forever()
+                case "group":
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(anyio.sleep_forever)
+                case "shield":
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.shield(asyncio.sleep(0.3))
+                    raise LookupError
+                case "swallows":
+                    try:
+                        await anyio.sleep_forever()
+                    except BaseException as exc:
+                        raise ValueError("cleaning up") from exc
+
+        ids = [await enqueue(conn, type_="own"), await enqueue(conn, type_="slow")]
+        table = {"own": Handler(own, timeout_s=5), "slow": Handler(slow, timeout_s=0.1)}
+        async with working(pool, table):
+            fine, timed_out = await ended(conn, *ids)
+
+        assert fine["result"] == {"went": "on"}
+        assert (timed_out["status"], timed_out["last_error"]) == ("failed", "timeout: longer than 0.1 s")
+
+    async def test_an_ending_that_cannot_be_stored_fails_by_itself(self, conn, pool, monkeypatch):
+        async def work(job):
+            return {"n": job.payload["n"]}
+
+        settle = Jobs.settle
+
+        async def settles(jobs, endings):
+            if any(outcome == Done({"n": 1}) for _, outcome in endings):
+                raise asyncpg.ProgramLimitExceededError("total size of jsonb object elements exceeds the maximum")
+            return await settle(jobs, endings)
+
+        monkeypatch.setattr(Jobs, "settle", settles)
+        ids = [await enqueue(conn, n) for n in range(3)]
+        async with working(pool, {"work": work}):
+            rows = await ended(conn, *ids)
+
+        assert [(job["status"], (job["last_error"] or "").partition(":")[0]) for job in rows] == [
+            ("done", ""),
+            ("failed", "ProgramLimitExceededError"),
+            ("done", ""),
+        ]
+
+
+class TestCuttingOff:
+    @pytest.mark.parametrize("way", ["raises", "returns", "groups"])
+    async def test_what_a_handler_makes_of_being_cut_off_spends_no_attempt(self, conn, pool, way):
+        running, calls = anyio.Event(), []
+
+        async def work(jobs):
+            calls.append(len(jobs))
+            running.set()
+            try:
+                await anyio.sleep_forever()
+            except asyncio.CancelledError:
+                match way:
+                    case "raises":
+                        raise ValueError from None
+                    case "groups":
+                        raise BaseExceptionGroup("all", [asyncio.CancelledError(), KeyError()]) from None
+            return {"finished": "all the same"}
+
+        ids = [await enqueue(conn, n) for n in range(3)]
+        async with working(pool, {"work": Handler(work, batch=5)}, drain_s=0.1):
+            with anyio.fail_after(20):
+                await running.wait()
+
+        rows = [await row(conn, job_id) for job_id in ids]
+        ended_as = ("done", 1) if way == "returns" else ("pending", 0)
+        assert {(job["status"], job["attempts"]) for job in rows} == {ended_as}
+        assert calls == [3]  # and none is tried alone now
+
+    async def test_one_that_does_not_let_go_holds_up_neither_the_end_nor_the_others(self, conn, pool, events):
+        running, let_go, calls = anyio.Event(), anyio.Event(), []
+
+        async def work(job):
+            calls.append(job.id)
+            if len(calls) == 2:
+                running.set()
+            while not let_go.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await let_go.wait()
+                if job.payload["n"] == 1:
+                    return
+
+        ids = [await enqueue(conn, n) for n in range(2)]
+        with anyio.fail_after(20):
+            async with working(pool, {"work": work}, drain_s=0):
+                await running.wait()
+        stubborn, other = [await row(conn, job_id) for job_id in ids]
+        let_go.set()
+
+        assert (other["status"], stubborn["status"]) == ("done", "running")
+        assert [event["calls"] for event in events.named("handlers_hang")] == [1]
+
+    async def test_a_job_claimed_in_the_last_moment_goes_back_though_its_call_never_began(self, conn, pool):
+        calls = []
+
+        async def work(job):
+            calls.append(job.id)
+            await anyio.sleep_forever()
+
+        async with working(pool, {"work": work}, drain_s=0) as worker:
+            claim = worker._jobs.claim
+
+            async def claim_and_stop(*args):
+                claimed = await claim(*args)
+                if claimed:
+                    worker.stop()
+                return claimed
+
+            worker._jobs.claim = claim_and_stop
+            job_id = await enqueue(conn)
+
+        await eventually(lambda: _true(True))
+        job = await row(conn, job_id)
+        assert (job["status"], job["attempts"], job["is_suspect"]) == ("pending", 0, False)
+
+    async def test_what_ran_alone_after_its_batch_failed_is_kept_when_the_rest_is_cut_off(self, conn, pool):
+        last = anyio.Event()
+
+        async def work(jobs):
+            if len(jobs) > 1:
+                raise ValueError
+            if jobs[0].payload["n"] == 2:
+                last.set()
+                await anyio.sleep_forever()
+            return {"alone": jobs[0].payload["n"]}
+
+        ids = [await enqueue(conn, n) for n in range(3)]
+        async with working(pool, {"work": Handler(work, batch=5)}, drain_s=0):
+            with anyio.fail_after(20):
+                await last.wait()
+
+        rows = [await row(conn, job_id) for job_id in ids]
+        assert [(job["status"], job["result"]) for job in rows] == [
+            ("done", {"alone": 0}),
+            ("done", {"alone": 1}),
+            ("pending", None),
+        ]
 
 
 class TestOutages:
@@ -611,27 +890,69 @@ async def _is(awaitable, expected):
 
 
 class TestIdle:
-    async def test_nothing_is_said_to_postgres_but_the_floors_look_and_no_processor_time_is_spent(self, conn, dsn):
+    async def test_postgres_hears_a_look_at_each_floor_and_a_canary_now_and_then_and_no_processor_time_is_spent(
+        self, conn, dsn
+    ):
         async with voyage_stub() as stub, wire_to(dsn) as wire:
             async with reactor_of(wire.dsn, stub, REACTOR_POLL_S="0.4") as output:
                 await insert_posts(conn, 3)
                 await drained(conn)
-                await _looks(wire, 2)  # settled down
+                await _looks(wire, 3)  # settled down, and armed
                 wire.statements.clear()
                 spent = _cpu_s(output.process.pid)
-                await _looks(wire, 3)
+                await _looks(wire, 20)  # 8 s: more than the 5 between two canaries
                 spent = _cpu_s(output.process.pid) - spent
-                said = [text for text in wire.statements if "pg_advisory_unlock_all" not in text]
+                said = Counter(map(_about, wire.statements))
 
-        kinds = Counter("claim" if "claim_jobs" in text else "timer" if "next_due_s" in text else text for text in said)
-        assert set(kinds) == {"claim", "timer"}
-        assert kinds["claim"] <= 4
-        assert spent < 0.15
+        once_a_minute = {"check_health", "schedules"}
+        assert set(said) - once_a_minute <= {"claim_jobs", "look_ahead", "release_expired_jobs", "pg_notify", "clean"}
+        assert max(said[name] for name in once_a_minute) <= 1
+        assert max(said[look] for look in ("claim_jobs", "look_ahead", "release_expired_jobs")) <= 21
+        assert min(said[look] for look in ("claim_jobs", "look_ahead", "release_expired_jobs")) >= 19
+        assert 1 <= said["pg_notify"] <= 2
+        assert spent < 0.5  # at a floor a dozen times as often as the default
+
+    async def test_what_is_overdue_but_locked_by_somebody_is_not_asked_for_without_a_pause(self, conn, dsn, pool):
+        async def work(job):
+            return None
+
+        later = await conn.fetchval(
+            "insert into reactor.jobs (type, tenant_id, lane, run_after) values ('work', '', 'work', now() + interval '0.3 s') returning id"
+        )
+        async with working(pool, {"work": work}, poll_s=30) as worker:
+            looks, look = 0, worker._jobs.look_ahead
+
+            async def counted(*args):
+                nonlocal looks
+                looks += 1
+                return await look(*args)
+
+            worker._jobs.look_ahead = counted
+            async with conn.transaction():
+                await conn.execute("select from reactor.jobs where id = $1 for update", later)
+                other = await connect(dsn)
+                await eventually(
+                    lambda: other.fetchval("select run_after + interval '2 s' < clock_timestamp() from reactor.jobs")
+                )
+                await other.close()
+            await ended(conn, later)
+
+        assert 3 < looks < 25
 
 
 async def _looks(wire, count):
     before = len([text for text in wire.statements if "claim_jobs" in text])
     await eventually(lambda: _true(len([text for text in wire.statements if "claim_jobs" in text]) >= before + count))
+
+
+def _about(statement):
+    """The function of ours that a statement calls, or its own words."""
+    called = re.search(
+        r"reactor\.(\w+)\(|from reactor\.(schedules)|(pg_notify)|^(?:reset|unlisten|select pg_advisory_unlock_all)",
+        statement,
+        re.IGNORECASE,
+    )
+    return next(filter(None, called.groups()), "clean") if called else statement
 
 
 def _cpu_s(pid):
