@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
+import random
 import signal
 import socket
 import sys
@@ -22,7 +22,7 @@ from reactor import db
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Unavailable
 from reactor.jobs import Jobs
-from reactor.listener import Listener, Wakeup
+from reactor.listener import Listener, Wakeup, hears
 from reactor.loading import bind, load_handlers, wanted_by
 from reactor.log import Log, get_log
 from reactor.models import Embedders
@@ -34,7 +34,8 @@ _CLOSE_S = 2.0
 _SWITCH_S = (
     0.0005  # beside the local model's thread every answer of Postgres waits this long for the interpreter, not 5 ms
 )
-_CANARY_S = 2.0
+_LOOK_S = 30.0
+_WORK_S = 30.0  # a connection that is half open says nothing
 _SCHEDULES_S = 60.0  # the floor under a schedule changed unheard
 _HEALTH_S = 60.0
 _DEAF_S = 30.0  # a listener that reconnects is no news
@@ -118,18 +119,24 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
 
             resources["http"] = await stack.enter_async_context(aiohttp.ClientSession())
         bound = bind(handlers, resources)
+        name = f"{socket.gethostname()}:{os.getpid()}"
         jobs = Jobs(
             queue_pool,
-            worker=f"{socket.gethostname()}:{os.getpid()}",
+            worker=name,
             lease=timedelta(seconds=settings.lease_s),
             instance=place.instance,
             snooze_limit=timedelta(days=settings.snooze_limit_d),
         )
-        wakeup, schedules_bell = Wakeup(), Wakeup()
+        wakeup, schedules_bell, health_bell = Wakeup(), Wakeup(), Wakeup()
 
         def look_at_everything() -> None:
-            wakeup.ring("listener")
-            schedules_bell.ring()
+            for bell in (wakeup, schedules_bell, health_bell):
+                bell.ring("listener")
+
+        def distrust_connections() -> None:  # the listener's was half-open, perhaps: then these are, too
+            for one in (pool, queue_pool):
+                tasks.start_soon(_drop_dead, one)
+            look_at_everything()
 
         listener = Listener(
             dsn,
@@ -137,10 +144,9 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
                 "reactor_wake": lambda _payload: wakeup.ring("notify"),
                 "reactor_schedules": lambda _payload: schedules_bell.ring(),
             },
-            notify=jobs.notify,
             log=log,
             on_ready=look_at_everything,
-            on_lost=lambda: wakeup.ring("listener"),
+            on_lost=distrust_connections,
         )
         worker = Worker(
             jobs, bound, wakeup=wakeup, watch=listener, poll_s=settings.poll_s, drain_s=settings.drain_s, log=log
@@ -150,11 +156,24 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             tasks.start_soon(_warm, embedders.target)
             tasks.start_soon(_owe_reconcile, pool, settings.reconcile_s, log)
             tasks.start_soon(_fire_schedules, pool, schedules_bell, log)
-            tasks.start_soon(_check_health, pool, worker, listener, settings.stuck_s, log)
+            tasks.start_soon(_check_health, pool, worker, listener, health_bell, name, settings.stuck_s, log)
             tasks.start_soon(_notice_sleep, (wakeup, schedules_bell))
             log.info("started", model=embedders.target.model, handlers=sorted(bound))
             yield worker
             tasks.cancel_scope.cancel()
+
+
+async def _drop_dead(pool: db.Pool) -> None:
+    """Ask every idle connection; what does not answer is dropped by the pool."""
+
+    async def ask() -> None:
+        with suppress(Unavailable, asyncpg.PostgresError):
+            async with db.borrowed(pool, _CLOSE_S) as conn:
+                await conn.execute("select 1")
+
+    async with anyio.create_task_group() as asking:
+        for _ in range(pool.get_idle_size()):
+            asking.start_soon(ask)
 
 
 async def _close(pool: db.Pool) -> None:
@@ -176,31 +195,32 @@ async def _wait_for_schema(dsn: str, log: Log) -> _Place:
     Raises:
         Misuse: The schema is missing or of another release.
     """
-    delay_s = 0.5
+    delay_s, said = 0.5, ""
     while True:
         try:
             return await _look_at(dsn)
         except Unavailable as exc:
-            log.warning("postgres_awaited", error_code=exc.code, reason=str(exc))
-            await anyio.sleep(delay_s)
+            if str(exc) != said:  # one line an outage, not one an attempt
+                said = str(exc)
+                log.warning("postgres_awaited", error_code=exc.code, reason=said)
+            await anyio.sleep(delay_s * random.uniform(0.5, 1.5))  # noqa: S311  # jitter
             delay_s = min(delay_s * 2, 10.0)
 
 
 async def _look_at(dsn: str) -> _Place:
     async with AsyncExitStack() as stack:
-        ours, other = [await db.connect(dsn, application="memory-reactor worker") for _ in range(2)]
-        for conn in (ours, other):
-            stack.callback(conn.terminate)
-        with db.reaching():
-            await db.check_schema(ours)
-            instance: str = await ours.fetchval("select left(id::text, 8) from reactor.instance")
-            heard, canary = anyio.Event(), f"reactor_canary_{secrets.token_hex(8)}"
-            await ours.add_listener(canary, lambda *_: heard.set())
-            await other.execute("select pg_notify($1, '')", canary)
-            with anyio.move_on_after(_CANARY_S):
-                await heard.wait()
-            await ours.reset()
-        return _Place(instance, heard.is_set())
+        conns = []
+        for _ in range(2):
+            conns.append(await db.connect(dsn, application="memory-reactor worker"))
+            stack.callback(conns[-1].terminate)
+        ours, other = conns
+        try:
+            with db.reaching(), anyio.fail_after(_LOOK_S):
+                await db.check_schema(ours)
+                instance: str = await ours.fetchval("select left(id::text, 8) from reactor.instance")
+                return _Place(instance, await hears(ours, other))
+        except asyncpg.ReadOnlySQLTransactionError:
+            raise Unavailable("Postgres is out of reach (it is a standby)", code="postgres") from None
 
 
 async def _warm(embedder: Embedder) -> None:
@@ -230,9 +250,8 @@ async def _owe_reconcile(pool: db.Pool, every_s: float, log: Log) -> None:
     """Owe a look at every source `every_s` from now; jobs owed already absorb each other."""
 
     async def work() -> float:
-        with db.reaching():
-            async with pool.acquire(timeout=10.0) as conn:
-                await conn.execute("select reactor.owe_reconcile($1)", timedelta(seconds=every_s))
+        async with db.borrowed(pool, _WORK_S) as conn:
+            await conn.execute("select reactor.owe_reconcile($1)", timedelta(seconds=every_s))
         return every_s
 
     await _repeat("schedule", work, log, retry_s=min(every_s, 60.0))
@@ -246,28 +265,36 @@ async def _fire_schedules(pool: db.Pool, bell: Wakeup, log: Log) -> None:
     await _repeat("schedules", work, log, bell=bell)
 
 
-async def _check_health(pool: db.Pool, worker: Worker, listener: Listener, stuck_s: float, log: Log) -> None:
-    """Once a minute: alerts for what stands still, opened and closed."""
+async def _check_health(
+    pool: db.Pool, worker: Worker, listener: Listener, bell: Wakeup, name: str, stuck_s: float, log: Log
+) -> None:
+    """Once a minute: alerts for what stands still, opened and closed; and whether this reactor hears notifications."""
 
     async def work() -> float:
-        is_deaf = listener.state != "listening" and time.monotonic() - listener.state_since > _DEAF_S
+        deaf_s = None if listener.deaf_since is None else time.monotonic() - listener.deaf_since
         away, well = worker.lanes(_AWAY_S)
-        with db.reaching():
-            async with pool.acquire(timeout=10.0) as conn:
-                for event, cause, subject in await conn.fetch(
-                    "select * from reactor.check_health($1, $2, $3, $4, $5)",
-                    socket.gethostname(),
-                    listener.state if is_deaf else None,
-                    away,
-                    well,
-                    timedelta(seconds=stuck_s),
-                ):
-                    log.log(
-                        logging.ERROR if event == "alert_opened" else logging.INFO, event, cause=cause, subject=subject
-                    )
-        return _HEALTH_S
+        async with db.borrowed(pool, _WORK_S) as conn:
+            for event, cause, subject in await conn.fetch(
+                "select * from reactor.check_health($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                name,
+                socket.gethostname(),
+                listener.state,
+                listener.reason,
+                deaf_s is not None and deaf_s >= _DEAF_S,
+                away,
+                well,
+                timedelta(seconds=stuck_s),
+                timedelta(seconds=2.5 * _HEALTH_S),
+            ):
+                log.log(logging.ERROR if event == "alert_opened" else logging.INFO, event, cause=cause, subject=subject)
+        return _HEALTH_S if deaf_s is None or deaf_s >= _DEAF_S else min(_DEAF_S - deaf_s, _HEALTH_S)
 
-    await _repeat("health_check", work, log)
+    try:
+        await _repeat("health_check", work, log, bell=bell)
+    finally:
+        with anyio.CancelScope(shield=True), suppress(Unavailable, asyncpg.PostgresError):
+            async with db.borrowed(pool, _CLOSE_S) as conn:
+                await conn.execute("delete from reactor.reactors where name = $1", name)
 
 
 async def _notice_sleep(bells: Sequence[Wakeup]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
 from uuid import UUID
+
+import anyio
 
 from reactor.db import Connection, Pool, reaching
 from reactor.errors import StaleClaim
@@ -16,6 +18,7 @@ from reactor.text import clean, clean_json
 
 _ACQUIRE_S = 10.0
 _STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: a worker that stops must not wait for it
+_RELEASE_S = 1.0  # nor for its answer to a cancel
 
 Lanes = Mapping[str, Mapping[str, Mapping[str, int | str]]]
 """By type and lane: `room`, the jobs that fit there, and `after`, the tenant served last."""
@@ -79,7 +82,9 @@ class _Line:
     async def let_go(self) -> None:
         conn, self._conn = self._conn, None
         if conn is not None:
-            await self._pool.release(conn)
+            # What cannot be given back in time is dropped by the pool: no failure of what it did.
+            with anyio.CancelScope(shield=True), suppress(Exception):
+                await self._pool.release(conn, timeout=_RELEASE_S)
 
 
 class Jobs:
@@ -124,10 +129,7 @@ class Jobs:
 
     async def _fetch(self, query: str, *args: Any, line: _Line | None = None) -> list[Any]:
         with reaching():
-            if line is not None:
-                return await line.fetch(query, *args)
-            async with self._pool.acquire(timeout=_ACQUIRE_S) as conn:
-                return await conn.fetch(query, *args, timeout=_STATEMENT_S)
+            return await (line or _Line(self._pool)).fetch(query, *args)
 
     async def claim(
         self,
@@ -211,14 +213,6 @@ class Jobs:
             "select * from reactor.look_ahead($1, $2)", list(types), lanes or {}, line=self._claims
         )
         return Ahead(*row)
-
-    async def notify(self, channel: str) -> None:
-        """Send an empty notification.
-
-        Raises:
-            Unavailable: Postgres is out of reach.
-        """
-        await self._fetch("select pg_notify($1, '')", channel)
 
     async def note(self, job: Job, note: dict[str, Any]) -> None:
         """See `Job.note`."""

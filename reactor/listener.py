@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import anyio
@@ -15,11 +15,16 @@ from reactor.db import OwnConnection, connect, reaching
 from reactor.errors import Unavailable
 from reactor.log import Log
 
+_FIRST_RETRY_S = 0.1
+_MOST_RETRY_S = 10.0
+_SETUP_S = 30.0
 _POLLING_RETRY_S = 60.0  # between two looks whether a transaction pooler still stands between
 _DEAF = (
     "notifications do not arrive: a transaction pooler stands between, so the table is polled instead; "
     "use the session pooler (Supabase: port 5432) or the direct address"
 )
+# None is sent while the queue of notifications is nearly full, because some listener sits in a transaction.
+_BEAT = "select pg_notify('{}', '') where pg_notification_queue_usage() < 0.9"
 
 
 class Wakeup:
@@ -48,24 +53,32 @@ class Wakeup:
         return False
 
 
+async def hears(ours: OwnConnection, other: OwnConnection) -> bool:
+    """Whether a notification sent through `other` arrives at `ours`: through a transaction pooler it does not."""
+    heard, canary = anyio.Event(), f"reactor_canary_{secrets.token_hex(8)}"
+    await ours.add_listener(canary, lambda *_: heard.set())
+    await other.execute(f"notify {canary}")
+    await ours.execute("unlisten *")  # what was sent before comes before this answer, however late we read it
+    return heard.is_set()
+
+
 State = Literal["listening", "polling", "down"]
-Watch = Literal["armed", "in_flight", "watched"]
 
 
 class Listener:
     """Listens on channels of one database for as long as `run` runs, through restarts of it.
 
-    A canary, a notification to itself sent through another connection, must come back before it counts as listening
-    and every `beat_s` from then on: neither a transaction pooler nor a half-open connection gives any other sign.
+    A canary sent through another connection must come back before it counts as listening, and one of its own every
+    `beat_s` from then on: neither a transaction pooler nor a half-open connection gives any other sign. No pool has a
+    part in it: all its connections may be half-open, too, or lent.
 
     Args:
         dsn: A direct or session-pooled connection; a transaction pooler is found out, and said once.
         channels: What to call with the payload of each notification of a channel.
-        notify: Sends an empty notification on a channel, through another connection. Raises Unavailable.
         on_ready: Called whenever listening (again): whatever was sent meanwhile was missed.
-        on_lost: Called when the connection is gone.
+        on_lost: Called whenever `state` becomes another than that.
         beat_s: Between two canaries.
-        patience_s: How long one may take.
+        patience_s: How long an answer may take.
     """
 
     def __init__(
@@ -73,7 +86,6 @@ class Listener:
         dsn: str,
         channels: Mapping[str, Callable[[str], None]],
         *,
-        notify: Callable[[str], Awaitable[None]],
         log: Log,
         on_ready: Callable[[], None] = lambda: None,
         on_lost: Callable[[], None] = lambda: None,
@@ -83,7 +95,6 @@ class Listener:
     ) -> None:
         self._dsn = dsn
         self._channels = channels
-        self._notify = notify
         self._log = log
         self._on_ready = on_ready
         self._on_lost = on_lost
@@ -96,29 +107,39 @@ class Listener:
         self._turn = anyio.Lock()  # a connection does one thing at a time
         self._last_session: asyncpg.Record | None = None
         self.state: State = "down"
-        self.state_since = time.monotonic()
+        self.reason = ""
+        """Why it does not listen."""
+        self.deaf_since: float | None = time.monotonic()
         self.is_armed = False
+        self._is_relied_on = False  # was armed since it last handed over
 
     async def run(self) -> None:
         """Listen until cancelled. Retries with a jittered delay of at most 10 s; never raises for an outage."""
-        delay_s = 0.1
+        delay_s = _FIRST_RETRY_S
         said: str | None = None  # one line an outage, not one an attempt
         while True:
             reason, was_ready = await self._listen()
             if was_ready:
-                delay_s, said = 0.1, None
-                self._on_lost()
+                delay_s, said = _FIRST_RETRY_S, None
             is_deaf = reason == _DEAF
+            self.reason = reason
             if said is None or (said == _DEAF) != is_deaf:
                 self._log.warning("listener_lost", reason=reason)
                 said = reason
             self._become("polling" if is_deaf else "down")
             await anyio.sleep((_POLLING_RETRY_S if is_deaf else delay_s) * random.uniform(0.5, 1.5))  # noqa: S311
-            delay_s = min(delay_s * 2, 10.0)
+            delay_s = min(delay_s * 2, _MOST_RETRY_S)
 
     def _become(self, state: State) -> None:
-        if state != self.state:
-            self.state, self.state_since = state, time.monotonic()
+        if state == self.state:
+            return
+        self.state = state
+        if state == "listening":
+            self.reason, self.deaf_since = "", None
+            self._on_ready()
+        else:
+            self.deaf_since = self.deaf_since or time.monotonic()
+            self._on_lost()
 
     async def _listen(self) -> tuple[str, bool]:
         """One connection's life; returns why it ended and whether it ever listened."""
@@ -127,19 +148,22 @@ class Listener:
         try:
             conn = await connect(self._dsn, application=f"{self._application} connecting")
             conn.add_termination_listener(lambda _conn: lost.set())
-            with reaching():
+            with reaching(), anyio.fail_after(_SETUP_S):
+                other = await connect(self._dsn, application=f"{self._application} connecting")
+                try:
+                    if not await hears(conn, other):
+                        return _DEAF, False
+                finally:
+                    other.terminate()
+                await conn.add_listener(self._canary, lambda *_: self._heard.set())
                 for channel, heard in self._channels.items():
                     await conn.add_listener(
                         channel, lambda _conn, _pid, _channel, payload, heard=heard: heard(str(payload))
                     )
-                await conn.add_listener(self._canary, lambda *_: self._heard.set())
-                if not await self._comes_back(conn):
-                    return _DEAF, False
                 await self._settle_in(conn)
             self._conn = conn
-            self._become("listening")
             self._log.info("listener_ready")
-            self._on_ready()
+            self._become("listening")
             with reaching():
                 while True:
                     with anyio.move_on_after(self._beat_s):
@@ -157,20 +181,10 @@ class Listener:
                 conn.terminate()
 
     async def _comes_back(self, conn: OwnConnection) -> bool:
-        """Whether a notification sent elsewhere arrives; also True when none could be sent and the session lives."""
         self._heard = anyio.Event()
-        try:
-            await self._notify(self._canary)
-        except Unavailable:
-            self._heard.set()  # the others have no connection; what can be asked is whether ours is one
-        else:
-            with anyio.move_on_after(self._patience_s):
-                await self._heard.wait()
-                return True
-        # A loop that was blocked sees its timers first: what came meanwhile stands before this answer in the stream.
         async with self._turn:
-            await conn.execute("select 1", timeout=self._patience_s)
-        return self._heard.is_set()
+            sent = await conn.execute(_BEAT.format(self._canary), timeout=self._patience_s)
+        return self._heard.is_set() or sent == "SELECT 0"
 
     async def _settle_in(self, conn: OwnConnection) -> None:
         """Be seen as listening; end one's own former session, which may still hold the watch after a half-open end."""
@@ -181,29 +195,36 @@ class Listener:
                 self._application,
             )
             if self._last_session is not None:
+                # Behind a session pooler it may have passed to another, or back to us.
                 await conn.execute(
-                    "select pg_terminate_backend(pid) from pg_stat_activity "
-                    "where pid = $1 and backend_start = $2 and usename = current_user",
+                    "select pg_terminate_backend(pid) from pg_stat_activity where pid = $1 and backend_start = $2 "
+                    "and usename = current_user and application_name = $3 and pid <> pg_backend_pid()",
                     *self._last_session,
+                    self._application,
                 )
             self._last_session = await conn.fetchrow(
                 "select pid, backend_start from pg_stat_activity where pid = pg_backend_pid()"
             )
 
-    async def arm(self) -> Watch | None:
+    async def arm(self) -> str | None:
         """Before sleeping: see `reactor.arm` in sql/0002. None when not listening, so that only polling is left.
 
         `armed` asks for one more look before the sleep; whoever writes later rings.
         """
+        conn = self._conn
         answer = await self._ask("select reactor.arm()")
-        self.is_armed = answer == "armed"
-        return answer  # type: ignore[return-value]
+        if answer == "armed" and self._conn is conn:  # and was not lost meanwhile
+            self.is_armed = self._is_relied_on = True
+        return answer
 
     async def disarm(self, *, hand_over: bool) -> None:
-        """Awake; `hand_over` rings the other reactors, which slept relying on us."""
+        """Awake; `hand_over` rings the other reactors, which slept relying on us, be it before an earlier disarming."""
         if self.is_armed:
-            self.is_armed = False
+            self.is_armed, self._is_relied_on = False, not hand_over
             await self._ask("select reactor.disarm($1)", hand_over)
+        elif hand_over and self._is_relied_on:
+            self._is_relied_on = False
+            await self._ask("select pg_notify('reactor_wake', '') where pg_notification_queue_usage() < 0.9")
 
     async def _ask(self, query: str, *args: object) -> str | None:
         if self._conn is None:

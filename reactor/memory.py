@@ -379,7 +379,6 @@ class Memory:
         listener = Listener(
             dsn,
             {"reactor_versions": self._hear},
-            notify=self._notify,
             log=self._log,
             on_ready=self._forget,
             application="memory-reactor reader",
@@ -388,11 +387,6 @@ class Memory:
         async with anyio.create_task_group() as loops:
             for loop in (listener.run, self._reach_loop, self.warm):
                 loops.start_soon(self._keep, loop)
-
-    async def _notify(self, channel: str) -> None:
-        with db.reaching():
-            async with self._pool.acquire(timeout=_BEAT_S) as conn:
-                await conn.execute("select pg_notify($1, '')", channel)
 
     async def _keep(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A loop that dies of a bug takes no other with it, and is heard of."""

@@ -9,9 +9,10 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
 
-from reactor.db import Pool, reaching
+from reactor.db import Pool, borrowed
 from reactor.log import Log
 
+_MOST_S = 30.0  # for one look: a connection that is half open says nothing
 _FRESH = timedelta(seconds=60)  # a tick seen this late was not missed
 _MOST_TICKS = 1000  # at once; the rest of a long absence follows
 _FIELDS = "minute, hour, day of month, month, day of week"
@@ -93,24 +94,22 @@ async def fire_due(pool: Pool, *, log: Log) -> float | None:
         Unavailable: Postgres is out of reach.
     """
     waits = []
-    with reaching():
-        async with pool.acquire(timeout=10.0) as conn:
-            for name, cron, timezone, missed, next_at, now in await conn.fetch(
-                "select name, cron, timezone, missed, next_at, clock_timestamp() "
-                "from reactor.schedules where is_enabled"
-            ):
-                try:
-                    ticks, coming = plan(cron, timezone, missed, next_at, now)
-                except ValueError as exc:
-                    is_news = "select reactor.refuse_schedule($1, $2, $3, $4)"
-                    if await conn.fetchval(is_news, name, cron, timezone, str(exc)):
-                        log.error("alert_opened", cause="bad_schedule", subject=name, error=str(exc))
-                    continue
-                if coming != next_at:
-                    fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
-                    if await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks) and ticks:
-                        log.info("schedule_fired", schedule=name, ticks=len(ticks))
-                waits.append(max((coming - now).total_seconds(), 0.0))
-            for row in await conn.fetch("select reactor.resolve_mended_schedules()"):
-                log.info("alert_resolved", cause="bad_schedule", subject=row[0])
+    async with borrowed(pool, _MOST_S) as conn:
+        for name, cron, timezone, missed, next_at, now in await conn.fetch(
+            "select name, cron, timezone, missed, next_at, clock_timestamp() from reactor.schedules where is_enabled"
+        ):
+            try:
+                ticks, coming = plan(cron, timezone, missed, next_at, now)
+            except ValueError as exc:
+                is_news = "select reactor.refuse_schedule($1, $2, $3, $4)"
+                if await conn.fetchval(is_news, name, cron, timezone, str(exc)):
+                    log.error("alert_opened", cause="bad_schedule", subject=name, error=str(exc))
+                continue
+            if coming != next_at:
+                fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
+                if await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks) and ticks:
+                    log.info("schedule_fired", schedule=name, ticks=len(ticks))
+            waits.append(max((coming - now).total_seconds(), 0.0))
+        for row in await conn.fetch("select reactor.resolve_mended_schedules()"):
+            log.info("alert_resolved", cause="bad_schedule", subject=row[0])
     return min(waits, default=None)

@@ -186,6 +186,18 @@ language sql stable
 set search_path = pg_catalog, pg_temp
 as $$ select * from reactor.recent_memories($1, $2, $3, $4) $$;
 
+-- The reactors that said so of late, and how they hear of work (reactor.check_health). What sessions are called says it
+-- sooner, but not behind a transaction pooler.
+create table if not exists reactor.reactors (
+    name text primary key,
+    host text not null,
+    listener text not null check (listener in ('listening', 'polling', 'down')),
+    reason text not null,       -- why it does not listen
+    is_deaf boolean not null,   -- for so long that a person should know
+    until timestamptz not null  -- unless it says so again, it is gone
+);
+call reactor.protect('reactor.reactors', 'registry');
+
 -- How the reactor is doing, as one object (docs/operating.md). Runs as the schema's owner.
 create or replace function reactor.status() returns jsonb
 language sql stable
@@ -212,9 +224,12 @@ as $$
         'dead', (select count(*) from reactor.jobs where status = 'dead'),
         'dead_24h', (select dead from day),
         'oldest_due_s', (select extract(epoch from now() - min(first_at))::float8 from waiting where first_at <= now()),
-        'listener', coalesce((select case when bool_or(application_name = 'memory-reactor listener') then 'listening' else 'polling' end
-            from pg_stat_activity where datname = current_database()
-            and application_name in ('memory-reactor listener', 'memory-reactor worker') having count(*) > 0), 'down'),
+        'listener', (select case
+                when bool_or(application_name = 'memory-reactor listener') then 'listening'
+                when count(*) > 0 or exists (select from reactor.reactors where listener = 'polling' and until > now()) then 'polling'
+                else 'down'
+            end from pg_stat_activity
+            where datname = current_database() and application_name in ('memory-reactor listener', 'memory-reactor worker')),
         'alerts_open', (select count(*) from reactor.alerts where resolved_at is null),
         'memories', (select coalesce(sum(memories), 0)::bigint from reactor.tenants),
         'tenants', (select count(*) from reactor.tenants),

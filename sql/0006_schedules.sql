@@ -109,10 +109,13 @@ as $$
 $$;
 
 -- Opens and closes the alerts of what stands still: types with a job due for longer than p_stuck (nobody handles it, or
--- too much waits), lanes whose dependency has been away for long (p_away; p_well are in order), a reactor on p_host that
--- hears no notifications (p_deaf: why, null when it hears them). Returns what is news.
-create or replace function reactor.check_health(p_host text, p_deaf text, p_away text[], p_well text[], p_stuck interval)
-returns table (event text, cause text, subject text)
+-- too much waits), lanes whose dependency has been away for long (p_away; p_well are in order), hosts with a reactor that
+-- has heard no notifications for long (p_is_deaf, p_reason). Returns what is news.
+drop function if exists reactor.check_health(text, text, text[], text[], interval);
+create or replace function reactor.check_health(
+    p_name text, p_host text, p_listener text, p_reason text, p_is_deaf boolean, p_away text[], p_well text[], p_stuck interval,
+    p_until interval
+) returns table (event text, cause text, subject text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -120,13 +123,19 @@ as $$
 declare
     v_wrong jsonb;
 begin
+    insert into reactor.reactors values (p_name, p_host, p_listener, p_reason, p_is_deaf, now() + p_until)
+    on conflict (name) do update
+    set listener = excluded.listener, reason = excluded.reason, is_deaf = excluded.is_deaf, until = excluded.until;
+    delete from reactor.reactors where name in (
+        select name from reactor.reactors where until < now() for update skip locked);
     select coalesce(jsonb_object_agg(w.cause || ' ' || w.subject, w.detail), '{}') into v_wrong from (
         select 'stuck_jobs' as cause, j.type as subject, jsonb_build_object('jobs', count(*), 'oldest', min(j.run_after)) as detail
         from reactor.jobs j
         where j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after < now() - p_stuck
         group by j.type
         union all select 'lane_away', l, '{}' from unnest(p_away) l
-        union all select 'listener_lost', p_host, jsonb_build_object('reason', p_deaf) where p_deaf is not null
+        union all select 'listener_lost', r.host, jsonb_build_object('listener', min(r.listener), 'reason', min(r.reason))
+        from reactor.reactors r where r.is_deaf group by r.host
     ) w;
     return query
     select 'alert_opened', split_part(w.key, ' ', 1), substr(w.key, strpos(w.key, ' ') + 1) from jsonb_each(v_wrong) w
@@ -134,7 +143,7 @@ begin
     return query
     update reactor.alerts a set resolved_at = now()
     where a.resolved_at is null and not v_wrong ? (a.cause || ' ' || a.subject)
-        and (a.cause = 'stuck_jobs' or a.cause = 'lane_away' and a.subject = any (p_well) or a.cause = 'listener_lost' and a.subject = p_host)
+        and (a.cause in ('stuck_jobs', 'listener_lost') or a.cause = 'lane_away' and a.subject = any (p_well))
     returning 'alert_resolved', a.cause, a.subject;
 end
 $$;

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import shutil
-import signal
 import subprocess
-import tempfile
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
 
 import anyio
-import psutil
 import pytest
 from conftest import eventually, make_settings
 from recalling import connected, proxy, store, watched_searches
+from servers import own_cluster, pgbouncer
 from voyage_stub import cut, html, late, rate_limited, status, vector_of, voyage_stub
 
 from reactor import Memory, Unavailable, db
@@ -252,58 +247,11 @@ async def test_callers_who_leave_at_any_moment_cost_no_connection(dsn, conn):
 # --- a server of this file's own, to stop and freeze ---
 
 
-class Cluster:
-    def __init__(self, programs: Path, folder: Path) -> None:
-        self.programs = programs
-        self.data = folder / "data"
-        self.dsn = f"postgresql://postgres@/postgres?host={self.data}"
-        self._user = "pgserver" if os.geteuid() == 0 else None
-
-    def run(self, program: str, *arguments: str) -> None:
-        subprocess.run(
-            [self.programs / program, *arguments],
-            user=self._user,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-        )
-
-    def start(self) -> None:
-        options = f"-c listen_addresses='' -c unix_socket_directories={self.data} -c fsync=off"
-        self.run("pg_ctl", "-w", "-D", str(self.data), "-l", str(self.data / "log"), "-o", options, "start")
-
-    def stop(self) -> None:
-        self.run("pg_ctl", "-w", "-m", "immediate", "-D", str(self.data), "stop")
-
-    @contextmanager
-    def frozen(self):
-        postmaster = psutil.Process(int((self.data / "postmaster.pid").read_text().split()[0]))
-        processes = [postmaster, *postmaster.children(recursive=True)]
-        for process in processes:
-            process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGCONT)
-
-
 @pytest.fixture(scope="module")
 def cluster(server):
-    folder = Path(tempfile.mkdtemp(prefix="reactor-outage-"))
-    folder.chmod(0o755)
-    cluster = Cluster(server.programs, folder)
-    if os.geteuid() == 0:
-        shutil.chown(folder, "pgserver")
-    cluster.run(
-        "initdb", "-D", str(cluster.data), "-U", "postgres", "--no-locale", "-E", "UTF8", "--no-sync", "-A", "trust"
-    )
-    cluster.start()
-    anyio.run(lambda: db.migrate(cluster.dsn, with_tables=True))
-    yield cluster
-    with suppress(subprocess.CalledProcessError):
-        cluster.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with own_cluster(server.programs) as cluster:
+        anyio.run(lambda: db.migrate(cluster.dsn, with_tables=True))
+        yield cluster
 
 
 @pytest.fixture
@@ -432,29 +380,8 @@ async def test_a_slow_provider_is_not_waited_for_and_what_it_says_late_serves_th
 
 @pytest.fixture
 async def pooler(server, dsn):
-    """pgbouncer in transaction mode over two server connections."""
-    folder = Path(tempfile.mkdtemp(prefix="reactor-pooler-"))
-    folder.chmod(0o777)
-    database = dsn.partition("?")[0].rpartition("/")[2]
-    (folder / "users").write_text('"postgres" ""\n')
-    (folder / "pgbouncer.ini").write_text(
-        f"[databases]\n* = host={server.data}\n[pgbouncer]\nlisten_addr =\nunix_socket_dir = {folder}\nlisten_port = 6432\n"
-        f"auth_type = trust\nauth_file = {folder}/users\npool_mode = transaction\ndefault_pool_size = 2\n"
-        "ignore_startup_parameters = extra_float_digits\n"
-    )
-    program = shutil.which("pgbouncer")
-    process = subprocess.Popen(
-        [program, "-q", str(folder / "pgbouncer.ini")],
-        user="pgserver" if os.geteuid() == 0 else None,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        await eventually(lambda: anyio.Path(folder / ".s.PGSQL.6432").exists())
-        yield f"postgresql://postgres@/{database}?host={folder}&port=6432"
-    finally:
-        process.terminate()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+    async with pgbouncer(server, dsn) as pooled:
+        yield pooled
 
 
 @pytest.mark.needs("pgbouncer")
