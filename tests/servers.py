@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,9 +76,34 @@ def own_cluster(programs: Path) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class Pooled(str):
+    """A pooler's DSN, and the pooler."""
+
+    __slots__ = ("folder", "process")
+
+    def pools(self, mode: str) -> None:
+        """From now on it pools `session`s or `transaction`s."""
+        ini = self.folder / "pgbouncer.ini"
+        ini.write_text(re.sub(r"pool_mode = \w+", f"pool_mode = {mode}", ini.read_text()))
+        self.process.send_signal(signal.SIGHUP)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [shutil.which("pgbouncer"), "-q", str(self.folder / "pgbouncer.ini")], user=_USER, stderr=subprocess.DEVNULL
+        )
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+
 @asynccontextmanager
-async def pgbouncer(server: object, dsn: str, *, mode: str = "transaction", size: int = 2) -> AsyncIterator[str]:
-    """pgbouncer over `size` connections of `dsn`'s database; yields its own DSN."""
+async def pgbouncer(server: object, dsn: str, *, mode: str = "transaction", size: int = 2) -> AsyncIterator[Pooled]:
+    """pgbouncer over `size` connections of `dsn`'s database."""
     folder = Path(tempfile.mkdtemp(prefix="reactor-pooler-"))
     folder.chmod(0o777)
     database = dsn.partition("?")[0].rpartition("/")[2]
@@ -87,13 +113,12 @@ async def pgbouncer(server: object, dsn: str, *, mode: str = "transaction", size
         f"auth_type = trust\nauth_file = {folder}/users\npool_mode = {mode}\ndefault_pool_size = {size}\n"
         "ignore_startup_parameters = extra_float_digits\n"
     )
-    process = subprocess.Popen(
-        [shutil.which("pgbouncer"), "-q", str(folder / "pgbouncer.ini")], user=_USER, stderr=subprocess.DEVNULL
-    )
+    pooled = Pooled(f"postgresql://postgres@/{database}?host={folder}&port=6432")
+    pooled.folder = folder
+    pooled.start()
     try:
         await eventually(lambda: anyio.Path(folder / ".s.PGSQL.6432").exists())
-        yield f"postgresql://postgres@/{database}?host={folder}&port=6432"
+        yield pooled
     finally:
-        process.terminate()
-        process.wait()
+        pooled.stop()
         shutil.rmtree(folder, ignore_errors=True)
