@@ -381,7 +381,7 @@ class Memory:
             {"reactor_versions": self._hear},
             log=self._log,
             on_ready=self._forget,
-            application="memory-reactor reader",
+            application="memory-reactor reader listener",
             beat_s=_BEAT_S,
         )
         async with anyio.create_task_group() as loops:

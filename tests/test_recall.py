@@ -43,7 +43,7 @@ async def listening(dsn, readers=1):
     try:
         await eventually(
             lambda: conn.fetchval(
-                "select count(*) >= $1 from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'",
+                "select count(*) >= $1 from pg_stat_activity where datname = current_database() and application_name = 'memory-reactor reader listener'",
                 readers,
             )
         )
@@ -367,7 +367,7 @@ async def deaf(server, conn):
     """Nobody listens, nor can connect, in this block."""
     database = await conn.fetchval("select current_database()")
     listener = (
-        "select pid from pg_stat_activity where datname = current_database() and query ilike 'listen%reactor_versions%'"
+        "select pid from pg_stat_activity where datname = current_database() and application_name = 'memory-reactor reader listener'"
     )
     server.psql(server.superuser, f"alter database {database} allow_connections false")
     assert await conn.fetchval(f"select count(pg_terminate_backend(pid)) from ({listener}) l") > 0
@@ -513,7 +513,7 @@ async def test_nothing_is_left_behind_and_a_closed_memory_answers_nothing(dsn, c
     assert (await memory.recent("acme")).degraded == "postgres"
     await eventually(
         lambda: conn.fetchval(
-            "select not exists (select from pg_stat_activity where application_name = 'memory-reactor reader' and datname = current_database())"
+            "select not exists (select from pg_stat_activity where application_name like 'memory-reactor reader%' and datname = current_database())"
         )
     )
 
