@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -30,8 +31,9 @@ async def enqueue(conn, n=0, *, key="post:1", tenant="acme", type_="work", after
     """A waiting job with payload {"n": n}, due `after` from now; returns its id."""
     return await conn.fetchval(
         "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload, run_after, status, attempts) "
-        "values ($1, $2, $1, $3, $4, now() + $5::text::interval, $6, $7) returning id",
+        "values ($1, $2, $8, $3, $4, now() + $5::text::interval, $6, $7) returning id",
         type_, tenant, key, {"n": n}, after, columns.get("status", "pending"), columns.get("attempts", 0),
+        columns.get("lane", type_),
     )  # fmt: skip
 
 
@@ -203,6 +205,23 @@ class TestTwins:
         assert blocked == []
         assert second.id == edit
 
+    async def test_an_older_twin_that_is_committed_late_takes_nothing_back(self, conn, jobs, dsn):
+        first_id = await enqueue(conn, 1)
+        slow = await connect(dsn)
+        transaction = slow.transaction()
+        await transaction.start()
+        late = await enqueue(slow, 2)
+        newest = await enqueue(conn, 3)
+        [first] = await jobs.claim({"work": 10})
+        await jobs.settle([(first, Failed("x", "y"))])
+        await transaction.commit()
+        await slow.close()
+
+        [second] = await jobs.claim({"work": 10})  # the late one: the other waits for its next attempt
+
+        assert (second.id, second.payload, second.version) == (late, {"n": 3}, newest)
+        assert (await row(conn, first_id))["result"] == {"merged_into": late}
+
     @given(
         jobs_of=st.lists(
             st.tuples(st.sampled_from("ab"), st.sampled_from(["k", "l", None]), st.booleans(), st.booleans()),
@@ -277,6 +296,182 @@ class TestLimits:
 
         assert job.max_attempts == 1
         assert (await row(conn, job_id))["status"] == "dead"
+
+
+class TestLanes:
+    async def test_each_lane_has_the_room_given_for_it_and_an_unknown_one_the_types(self, conn, jobs):
+        for lane in ("slow", "full", "new"):
+            for _ in range(5):
+                await enqueue(conn, key=None, lane=lane)
+
+        claimed = await jobs.claim({"work": 3}, lanes={"work": {"slow": {"room": 1}, "full": {"room": 0}}})
+
+        assert Counter(job.lane for job in claimed) == {"slow": 1, "new": 3}
+
+    async def test_types_that_share_a_lanes_name_have_rooms_of_their_own(self, conn, jobs):
+        for type_ in ("a", "b"):
+            for _ in range(5):
+                await enqueue(conn, key=None, type_=type_, lane="same")
+
+        claimed = await jobs.claim({"a": 3, "b": 3}, lanes={"a": {"same": {"room": 2}}, "b": {"same": {"room": 1}}})
+
+        assert Counter(job.type for job in claimed) == {"a": 2, "b": 1}
+
+    async def test_lanes_by_any_name_are_found(self, conn, jobs):
+        names = ["A", "a", "é", "z", "\x01", "\U0010ffff" * 200, 'say "x"', "0"]
+        for name in names:
+            await enqueue(conn, key=None, lane=name)
+
+        claimed = await jobs.claim({"work": 1})
+
+        assert sorted(job.lane for job in claimed) == sorted(names)
+
+    async def test_a_lane_without_a_name_is_refused(self, conn):
+        with pytest.raises(asyncpg.CheckViolationError):
+            await enqueue(conn, lane="")
+
+
+async def flood(conn, tenant, jobs, *, key="null", lane="work"):
+    await conn.execute(
+        "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload) "
+        f"select 'work', $1, $3, {key}, jsonb_build_object('n', n) from generate_series(1, $2::int) n",
+        tenant, jobs, lane,
+    )  # fmt: skip
+
+
+class Turns:
+    """A reactor's claims, each going on after the tenant that the last one served, as `Worker` does."""
+
+    def __init__(self, jobs, room):
+        self.jobs, self.room, self.after = jobs, room, ""
+
+    async def claim(self):
+        claimed = await self.jobs.claim({"work": 1}, lanes={"work": {"work": {"room": self.room, "after": self.after}}})
+        if served := {job.tenant_id for job in claimed}:
+            self.after = max({tenant for tenant in served if tenant <= self.after} or served)
+        return claimed
+
+
+class TestTenants:
+    @pytest.mark.parametrize("room", [1, 2, 3, 10, 100])
+    async def test_a_flood_of_50000_delays_another_tenants_single_job_by_one_claim_at_most(self, conn, jobs, room):
+        await flood(conn, "b-flood", 50_000)
+        turns = Turns(jobs, room)
+        for _ in range(3):
+            assert len(await turns.claim()) == room
+
+        for tenant in ("a", "z", ""):
+            await enqueue(conn, tenant=tenant, key=None)
+            claims = [await turns.claim() for _ in range(2)]
+            assert tenant in {job.tenant_id for claimed in claims for job in claimed}
+
+    @pytest.mark.parametrize("room", [1, 3, 7, 20])
+    async def test_with_more_tenants_than_room_the_turn_goes_around_and_nobody_starves(self, conn, jobs, room):
+        tenants = [f"t{n:02}" for n in range(20)]
+        for tenant in tenants:
+            await flood(conn, tenant, 30)
+        turns = Turns(jobs, room)
+
+        served = Counter([job.tenant_id for _ in range(20) for job in await turns.claim()])
+
+        assert sum(served.values()) == 20 * room
+        assert set(served) == set(tenants)
+        assert max(served.values()) - min(served.values()) <= 1
+
+    @pytest.mark.parametrize("room", [1, 2])
+    async def test_a_tenant_whose_jobs_all_wait_for_their_twins_holds_nobody_up(self, conn, jobs, room):
+        for tenant in ("a", "b", "c"):
+            await enqueue(conn, tenant=tenant, key="k")
+        assert len(await jobs.claim({"work": 10})) == 3
+        for tenant in ("a", "b", "c"):
+            await flood(conn, tenant, 20, key="'k'")
+        await flood(conn, "d", 3)
+        turns = Turns(jobs, room)
+        turns.after = "a"
+
+        claimed = [job.tenant_id for _ in range(4) for job in await turns.claim()]
+
+        assert claimed == ["d"] * 3
+
+    async def test_what_one_tenant_leaves_of_the_room_goes_to_the_others(self, conn, jobs):
+        await flood(conn, "a", 1)
+        await flood(conn, "b", 50)
+        turns = Turns(jobs, 10)
+
+        claimed = [job.tenant_id for _ in range(2) for job in await turns.claim()]
+
+        assert claimed.count("a") == 1
+        assert claimed.count("b") >= 10
+
+    async def test_tenants_of_any_name_take_part(self, conn, jobs):
+        tenants = ["", "\x01", " ", "%", "A", "a", "ação", "~", "\uffff", "\U0010ffff" * 200, "日本"]
+        for tenant in tenants:
+            await flood(conn, tenant, 3)
+        turns = Turns(jobs, 2)
+
+        served = [job.tenant_id for _ in range(17) for job in await turns.claim()]
+
+        assert set(served[: len(tenants) + 1]) == set(tenants)
+        assert Counter(served) == dict.fromkeys(tenants, 3)
+
+
+class TestCost:
+    """What a claim reads, in 8 kB pages, however much waits and whatever the statistics say."""
+
+    @pytest.mark.parametrize("tenants", [10, 1000])
+    async def test_a_claim_at_a_thousand_tenants_reads_what_it_returns(self, conn, tenants):
+        await conn.execute(
+            "insert into reactor.jobs (type, tenant_id, lane, dedupe_key) "
+            "select 'work', 't' || n % $1, 'work', 'k' || n from generate_series(1, 20000) n",
+            tenants,
+        )
+        await conn.execute("vacuum analyze reactor.jobs")
+
+        pages, claimed = await pages_of_claims(conn, room=100)
+
+        assert claimed == 100
+        assert pages < 100 * 60
+
+    @pytest.mark.parametrize("statistics", ["none", "of an empty table", "of history only", "right"])
+    async def test_neither_history_nor_what_is_for_later_nor_wrong_statistics_slow_a_claim(self, conn, statistics):
+        async def fill():
+            await conn.execute(
+                "insert into reactor.jobs (type, tenant_id, lane, status, run_after, updated_at, dedupe_key) "
+                "select 'work', 't' || n % 50, 'work', s.status, now() + s.after, now(), 'k' || n "
+                "from (values ('done', '0'::interval), ('pending', '1 hour')) s (status, after), generate_series(1, 100000) n"
+            )
+
+        await flood(conn, "a", 400, key="'w' || n")
+        if statistics == "of an empty table":
+            await conn.execute("delete from reactor.jobs")
+            await conn.execute("vacuum analyze reactor.jobs")
+            await flood(conn, "a", 400, key="'w' || n")
+        alone, _ = await pages_of_claims(conn, room=20)
+
+        if statistics == "of history only":
+            await conn.execute("alter table reactor.jobs set (autovacuum_enabled = off)")
+            await conn.execute("update reactor.jobs set status = 'done'")
+            await conn.execute("vacuum analyze reactor.jobs")
+            await flood(conn, "a", 400, key="'w' || n")
+        await fill()
+        if statistics == "right":
+            await conn.execute("vacuum analyze reactor.jobs")
+        beside, claimed = await pages_of_claims(conn, room=20)
+
+        assert claimed == 20
+        assert beside < alone * 1.5 + 60  # trees of one more level, and their first pages
+
+
+async def pages_of_claims(conn, *, room):
+    """The pages that a claim reads once its plans are made, and how many jobs it returned."""
+    for _ in range(8):
+        plan = await conn.fetchval(
+            "explain (analyze, buffers, format json) "
+            f"select * from reactor.claim_jobs('{{work}}', '{{{room}}}', 'test', '1 hour')"
+        )
+        [top] = plan if isinstance(plan, list) else json.loads(plan)
+    pages = top["Plan"]["Shared Hit Blocks"] + top["Plan"]["Shared Read Blocks"]
+    return pages, top["Plan"]["Actual Rows"]
 
 
 class TestTwoReactors:
