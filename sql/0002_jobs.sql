@@ -105,31 +105,37 @@ begin
 end
 $$;
 
+create sequence if not exists reactor.watches;
+
 -- Before sleeping, on the session that listens. armed: whoever writes from now on rings; in_flight: somebody's silent
--- transaction is about to commit, look again soon; watched: another reactor is armed.
+-- transaction is about to commit, look again soon; watched N: another reactor is armed. Who has looked since it was told of
+-- watch N has seen all that was written silently before it; under another number there may be more, of a type that the
+-- armed one does not handle.
 create or replace function reactor.arm() returns text
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     if pg_try_advisory_lock('reactor.jobs'::regclass::oid::int, 2) then
+        perform nextval('reactor.watches');
         return 'armed';
     elsif pg_try_advisory_lock_shared('reactor.jobs'::regclass::oid::int, 2) then
         perform pg_advisory_unlock_shared('reactor.jobs'::regclass::oid::int, 2);
         return 'in_flight';
     end if;
-    return 'watched';
+    return 'watched ' || (select last_value from reactor.watches);
 end
 $$;
 
--- Awake: producers may be silent again. p_hand_over rings those who slept relying on us.
+-- Awake: producers may be silent again. p_hand_over rings those who slept relying on us; where the queue of notifications
+-- is nearly full they find out by trying to arm.
 create or replace function reactor.disarm(p_hand_over boolean) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pg_advisory_unlock('reactor.jobs'::regclass::oid::int, 2);
-    if p_hand_over then
+    if p_hand_over and pg_notification_queue_usage() < 0.9 then
         perform pg_notify('reactor_wake', '');
     end if;
 end
@@ -370,7 +376,6 @@ begin
     return query  -- in a statement of its own, which sees them settled
     select j.id, j.type, j.tenant_id, j.attempts, j.status, s.opened_alert
     from unnest(v_ids, v_alerts) s (id, opened_alert) join reactor.jobs j on j.id = s.id;
-    perform reactor.ring();
 end
 $$;
 
@@ -441,6 +446,9 @@ begin
     where s.status <> 'done'
     union all
     select e.id, null, null, null from ending e where e.id not in (select s.id from settled s);
+    if p_endings && '{failed, snoozed, expired}' then  -- others may have to run them: we may be full by then, or gone
+        perform reactor.ring();
+    end if;
 end
 $$;
 
