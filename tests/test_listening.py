@@ -296,8 +296,13 @@ async def test_a_machine_that_slept_looks_at_once(conn, dsn, monkeypatch):
     monkeypatch.setattr("reactor.app.time", clock)
     async with running_reactor(make_settings(database_url=dsn, poll_s=600)):
         await says(conn, "listening")
-        await eventually(lambda: conn.fetchval(f"select ({WATCHERS}) = 1"))  # asleep
-        await insert(conn, "um")
+
+        async def overlooks():
+            await insert(conn, "um")
+            await anyio.sleep(0.5)
+            return await conn.fetchval("select exists (select from reactor.jobs where status = 'pending')")
+
+        await eventually(overlooks)  # asleep
         clock.time = lambda: time.time() + 3600
         await drained(conn)
 

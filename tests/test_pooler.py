@@ -10,12 +10,10 @@ import pytest
 from conftest import connect, drained, eventually, make_settings, reactor_process, running_reactor
 from proxy import proxy_to
 from servers import pgbouncer
-from test_listening import insert, says, until
+from test_listening import insert, listening, says, until
 from test_worker import Output
 
 from reactor import Memory
-from reactor.listener import Listener
-from reactor.log import get_log
 
 pytestmark = pytest.mark.needs("pgbouncer")
 PREPARED = re.compile(rb"__asyncpg_stmt_\w+")
@@ -208,28 +206,21 @@ async def test_a_process_behind_a_transaction_pooler_says_down_once_it_has_ended
     assert await conn.fetchval("select count(*) from reactor.reactors") == 0
 
 
-async def test_two_listeners_of_one_session_pooler_do_not_end_each_other(conn, server, dsn):
-    """A session that was one's own may be another's by now."""
-    ready = [0, 0]
-
-    def count(which):
-        ready[which] += 1
-
-    kill = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'memory-reactor listener'"
-    async with pgbouncer(server, dsn, mode="session", size=10) as pooled, anyio.create_task_group() as tasks:
-        for which in range(2):
-            listener = Listener(
-                pooled, {"reactor_wake": str}, log=get_log(), on_ready=lambda which=which: count(which), beat_s=0.1
-            )
-            tasks.start_soon(listener.run)
-        await until(lambda: ready == [1, 1])
+async def test_a_session_that_the_pooler_hands_back_is_not_taken_for_one_left_behind(conn, server, dsn):
+    async with (
+        pgbouncer(server, dsn, mode="session", size=2) as pooled,
+        proxy_to(pooled) as proxy,
+        listening(proxy.dsn, beat_s=0.1) as ear,
+    ):
         for round_ in range(3):
-            await conn.execute(kill)
-            await until(lambda round_=round_: min(ready) >= round_ + 2)
-        settled = list(ready)
-        await anyio.sleep(1)  # ten beats: whoever was ended wrongly would be back by now
-        assert ready == settled
-        tasks.cancel_scope.cancel()
+            await proxy.close()
+            await ear.was(lost=round_ + 1)
+            await proxy.open()
+            await ear.was(ready=round_ + 2)
+            await ear.hears(conn)
+        await anyio.sleep(1)  # ten beats
+
+    assert (ear.ready, ear.lost) == (4, 3)
 
 
 async def test_a_reader_behind_a_transaction_pooler_keeps_what_it_found_no_longer_than_its_ttl(
