@@ -300,7 +300,9 @@ async def test_a_machine_that_slept_looks_at_once(conn, dsn, monkeypatch):
         async def overlooks():
             await insert(conn, "um")
             await anyio.sleep(0.5)
-            return await conn.fetchval("select exists (select from reactor.jobs where status = 'pending')")
+            return await conn.fetchval(
+                "select exists (select from reactor.jobs where status = 'pending' and run_after <= now())"
+            )
 
         await eventually(overlooks)  # asleep
         clock.time = lambda: time.time() + 3600

@@ -6,6 +6,7 @@ import re
 import signal
 
 import anyio
+import asyncpg
 import pytest
 from conftest import connect, drained, eventually, make_settings, reactor_process, running_reactor
 from proxy import proxy_to
@@ -204,6 +205,18 @@ async def test_a_process_behind_a_transaction_pooler_says_down_once_it_has_ended
         assert len(output.named("listener_lost")) == 1
 
     assert await conn.fetchval("select count(*) from reactor.reactors") == 0
+
+
+async def test_status_asked_through_the_pooler_s_only_connection_says_polling(conn, server, dsn, events):
+    async with pgbouncer(server, dsn, size=1) as pooled, running_reactor(make_settings(database_url=pooled, poll_s=60)):
+        await until(lambda: events.named("listener_lost"))
+        await says(conn, "polling")
+        asking = await asyncpg.connect(
+            pooled, statement_cache_size=0, server_settings={"application_name": "memory-reactor"}
+        )
+        for _ in range(20):
+            assert await asking.fetchval("select reactor.status()->>'listener'") == "polling"
+        await asking.close()
 
 
 async def test_a_session_that_the_pooler_hands_back_is_not_taken_for_one_left_behind(conn, server, dsn):
