@@ -165,6 +165,17 @@ def _reactor(settings: Settings, dsn: str) -> None:
     anyio.run(run_reactor, settings, dsn)
 
 
+@app.command(epilog=_example("REACTOR_HANDLERS=handlers_of_mine reactor dev"))
+def dev() -> None:
+    """Run a reactor that starts again when handlers or SQL change. Broken code leaves the last good one running."""
+    from reactor.dev import run_dev  # noqa: PLC0415
+
+    settings = load_settings()
+    dsn = _dsn(settings)
+    anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
+    anyio.run(lambda: run_dev(settings, dsn, say=say))
+
+
 @app.command(
     epilog=_example(
         "reactor attach app.artigos --kind post --tenant-column marca --title-column titulo \\",
@@ -388,20 +399,10 @@ def _print_hits(hits: Any, *, as_json: bool) -> None:
     _table(["score", "kind", "source", "when", "content"], rows)
 
 
-@app.command(epilog=_example("REACTOR_HANDLERS=handlers_of_mine reactor dev"))
-def dev() -> None:
-    """Run a reactor that starts again when handlers or SQL change. Broken code leaves the last good one running."""
-    from reactor.dev import run_dev  # noqa: PLC0415
-
-    settings = load_settings()
-    dsn = _dsn(settings)
-    anyio.run(lambda: db.migrate(dsn, with_tables=settings.database_url is None, say=say))
-    anyio.run(lambda: run_dev(settings, dsn, say=say))
-
-
 @app.command("check-handlers", hidden=True)
 def check_handlers() -> None:
-    """Import the handlers as `run` would."""
+    """Import what `run` would, the handlers too."""
+    import reactor.app  # noqa: F401, PLC0415
     from reactor.loading import RESOURCES, load_handlers, wanted_by  # noqa: PLC0415
 
     for type_, handler in load_handlers(load_settings().handlers).items():
