@@ -94,6 +94,24 @@ async def prepare_connection(conn: OwnConnection) -> None:
         await register_vector(conn, schema=schema)
 
 
+_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+
+
+class _ReadCommitted(OwnConnection):
+    """A session whose own level stays the one that the queue is written for.
+
+    Where a role or database defaults to a stricter one, two claims at once would be a serialization failure.
+    """
+
+    def get_reset_query(self) -> str:
+        return f"{super().get_reset_query()}\n{_READ_COMMITTED}"
+
+
+async def _prepare_session(conn: OwnConnection) -> None:
+    await conn.execute(_READ_COMMITTED)
+    await prepare_connection(conn)
+
+
 async def _connect(*args: Any, **kwargs: Any) -> Any:
     try:
         return await asyncpg.connect(*args, **kwargs)
@@ -130,16 +148,19 @@ def create_pool(
 ) -> Pool:
     """A pool that connects when first used: `async with` or `await` it, and nothing is reached yet.
 
-    `statement_cache_size=0` lets any pooler stand between, and costs a round trip a statement. `resets=False` saves the
-    one that cleans a connection after use, for users that leave nothing behind.
+    `statement_cache_size=0` lets any pooler stand between, and costs a round trip a statement; the session may be
+    somebody else's next, so its isolation level stays as it is. `resets=False` saves the one that cleans a connection
+    after use, for users that leave nothing behind.
     """
+    is_ours = statement_cache_size > 0
     return asyncpg.create_pool(
         dsn,
         connect=_connect,
         min_size=0,
         max_size=size,
         timeout=_TIMEOUT_S,
-        init=prepare_connection,
+        connection_class=_ReadCommitted if is_ours else OwnConnection,
+        init=_prepare_session if is_ours else prepare_connection,
         reset=None if resets else _keep_as_is,
         server_settings={"application_name": application},
         statement_cache_size=statement_cache_size,
@@ -191,7 +212,7 @@ async def tenant(pool: Pool, tenant_id: str) -> AsyncIterator[Connection]:
     theirs: Exception | None = None
     try:
         with reaching():
-            async with pool.acquire(timeout=_TIMEOUT_S) as conn, conn.transaction():
+            async with pool.acquire(timeout=_TIMEOUT_S) as conn, conn.transaction(isolation="read_committed"):
                 # A process that is stopped in here holds locks that a producer's TRUNCATE would wait for.
                 await conn.execute(
                     "select reactor.enter_tenant($1), set_config('idle_in_transaction_session_timeout', '15s', true)",

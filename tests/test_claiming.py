@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -14,7 +15,10 @@ from conftest import connect
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from producing import impatient
 
+import reactor
+from reactor import db
 from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, Snooze
 from reactor.jobs import Ahead, Ending, Jobs, complete_jobs, hold_claims
@@ -525,6 +529,102 @@ class TestTwoReactors:
                 extended = await jobs.extend(claimed)
 
         assert extended == {ids[1]}
+
+
+class TestIsolation:
+    """Producers of any isolation level, and a database whose default is a strict one."""
+
+    @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+    async def test_producers_beside_a_busy_queue_never_wait_deadlock_or_fail_to_serialize_and_nothing_is_lost(
+        self, conn, dsn, isolation
+    ):
+        await conn.execute("create table log (id int, tenant_id text, body text)")  # no key of its own to wait for
+        await conn.execute("select reactor.attach('log', 'log', '{body}', time_column => null)")
+        await conn.execute("delete from reactor.jobs")
+        is_over, written = anyio.Event(), 0
+
+        async def produce(name, keys):
+            nonlocal written
+            async with impatient(dsn) as producer:
+                await producer.execute(f"set default_transaction_isolation = '{isolation}'")
+                for n in range(80):
+                    async with producer.transaction():
+                        post = await producer.fetchval(
+                            "insert into posts (tenant_id, body) values ('acme', $1) returning id", name
+                        )
+                        for key in keys:
+                            await producer.execute("insert into log values ($1, 'acme', $2)", key, f"{name} {n}")
+                        await producer.execute("update posts set body = body || '!' where id = $1", post)
+                        if n % 2:
+                            await producer.execute("delete from posts where id = $1", post)
+                    written += len(keys) + 2 + n % 2
+
+        async def work(pool, name):
+            jobs, forgetful = [Jobs(pool, worker=name, lease=timedelta(seconds=s)) for s in (30, 0)]
+            for n in itertools.count():
+                claimed = await jobs.claim({"sync_row": 7})
+                if is_over.is_set() and not await pool.fetchval(
+                    "select count(*) from reactor.jobs where status <> 'done'"
+                ):
+                    return
+                outcomes = [Done(), Failed("x", "y", 0), Dead("x", "y"), Snooze(0)]
+                await jobs.settle(
+                    [(job, Done() if is_over.is_set() else outcomes[i % 4]) for i, job in enumerate(claimed)]
+                )
+                await pool.fetch("select * from reactor.prune('0', 10)")
+                await pool.fetch("select * from reactor.retry_jobs()")
+                if n % 5 == 0:
+                    await forgetful.claim({"sync_row": 3})
+                    await forgetful.release_expired()
+
+        with anyio.fail_after(60):
+            async with db.create_pool(dsn, application="test", size=4) as pool, anyio.create_task_group() as reactors:
+                for name in ("one", "two"):
+                    reactors.start_soon(work, pool, name)
+                async with anyio.create_task_group() as producers:
+                    for n in range(4):
+                        keys = list(range(5)) if n % 2 else list(range(4, -1, -1))
+                        producers.start_soon(produce, f"p{n}", keys)
+                is_over.set()
+
+        done, _ = await ended_by_minute(conn)
+        assert done == written
+
+    @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+    async def test_a_reactor_whose_role_defaults_to_a_stricter_level_claims_and_settles_all_the_same(
+        self, conn, dsn, level
+    ):
+        await conn.execute(
+            f"alter database {await conn.fetchval('select current_database()')} set default_transaction_isolation = '{level}'"
+        )
+        await flood(conn, "acme", 600, key="'k' || n % 300")
+
+        async def work(pool, name):
+            jobs = Jobs(pool, worker=name, lease=timedelta(seconds=30))
+            while claimed := await jobs.claim({"work": 11}):
+                await jobs.extend(claimed)
+                async with reactor.tenant(pool, "acme") as c:
+                    await hold_claims(c, claimed[:3])
+                await jobs.settle([(job, Done()) for job in claimed])
+
+        with anyio.fail_after(60):
+            async with (
+                db.create_pool(dsn, application="test", size=6, resets=False) as queue,
+                db.create_pool(dsn, application="test", size=6) as pool,
+                anyio.create_task_group() as tasks,
+            ):
+                for n in range(4):
+                    tasks.start_soon(work, pool if n % 2 else queue, str(n))
+
+        assert Counter(await statuses(conn)) == {"done": 600}
+
+    async def test_a_session_that_a_pooler_may_give_to_somebody_else_keeps_its_level(self, conn, dsn):
+        await conn.execute(
+            f"alter database {await conn.fetchval('select current_database()')} set default_transaction_isolation = 'serializable'"
+        )
+
+        async with db.create_pool(dsn, application="test", size=1, statement_cache_size=0) as pool:
+            assert await pool.fetchval("show default_transaction_isolation") == "serializable"
 
 
 class TestTimers:
