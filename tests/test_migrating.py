@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
@@ -17,6 +18,8 @@ from conftest import command, connect, drained, eventually, make_settings, runni
 
 from reactor import Memory, Unavailable, db
 from reactor.errors import Misuse
+from reactor.job import Done
+from reactor.jobs import Jobs
 
 
 @pytest.fixture
@@ -213,6 +216,85 @@ async def test_an_older_database_is_brought_up_with_its_data_and_its_sources_wor
             "Escrito depois",
             "Escrito enquanto ninguém trabalhava",
         ]
+
+
+# The queue as the release before lanes and turns left it (01af70e).
+BEFORE_LANES = """
+    drop table reactor.jobs, reactor.job_minutes, reactor.instance;
+    create table reactor.jobs (
+        id bigint primary key default nextval('reactor.job_ids'), type text not null, tenant_id text not null, lane text not null,
+        dedupe_key text, payload jsonb not null default '{}',
+        status text not null default 'pending' check (status in ('pending', 'running', 'failed', 'done', 'dead')),
+        attempts int not null default 0, max_attempts int not null default 5, run_after timestamptz not null default now(),
+        version bigint not null default 0, locked_at timestamptz, locked_by text, lease_until timestamptz, claim_token uuid,
+        is_suspect boolean not null default false, result jsonb, last_error text, notes jsonb not null default '{}',
+        created_at timestamptz not null default now(), updated_at timestamptz not null default now());
+    create index jobs_due on reactor.jobs (type, run_after, id) where status in ('pending', 'failed');
+    create index jobs_leases on reactor.jobs (lease_until) where status = 'running';
+    create index jobs_ended on reactor.jobs (updated_at) where status in ('done', 'dead');
+    create index jobs_waiting_twins on reactor.jobs (tenant_id, type, dedupe_key, id) where status in ('pending', 'failed') and dedupe_key is not null;
+    create unique index jobs_running_once on reactor.jobs (tenant_id, type, dedupe_key) where status = 'running';
+    create index jobs_suspects on reactor.jobs (type, run_after, id) where is_suspect and status in ('pending', 'failed');
+    create index jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead';
+    call reactor.protect('reactor.jobs', 'queue');
+    drop function reactor.claim_jobs, reactor.settle_jobs, reactor.release_expired_jobs, reactor.look_ahead;
+    create function reactor.claim_jobs(p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null,
+        p_now timestamptz default null) returns setof reactor.jobs language sql as 'select * from reactor.jobs';
+    create function reactor.settle_jobs(p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null,
+        p_errors text[] default null, p_delays float8[] default null, p_now timestamptz default clock_timestamp())
+        returns table (id bigint, status text, run_after timestamptz, opened_alert text) language sql as 'select null::bigint, null, now(), null';
+    create function reactor.release_expired_jobs(p_now timestamptz default clock_timestamp()) returns int language sql as 'select 1';
+    create function reactor.next_due_s(p_types text[]) returns float8 language sql as 'select 1::float8';
+    update reactor.migrations set checksum = 'before lanes' where number = 2;
+"""
+
+
+async def test_a_queue_of_the_release_before_lanes_is_brought_up_with_every_job_in_it(dsn, connected):
+    async def shape(of: str) -> set[tuple[object, ...]]:
+        conn = await connected(of)
+        return {
+            tuple(row)
+            for row in await conn.fetch(
+                """
+                select indexdef, '' from pg_indexes where schemaname = 'reactor'
+                union all select attname, attcollation::regcollation || format_type(atttypid, atttypmod) from pg_attribute
+                    where attrelid in ('reactor.jobs'::regclass, 'reactor.job_minutes'::regclass) and attnum > 0
+                union all select oid::regprocedure::text, pg_get_function_result(oid) from pg_proc
+                    where pronamespace = 'reactor'::regnamespace and prokind = 'f'
+                union all select pg_get_constraintdef(oid), conname from pg_constraint where conrelid = 'reactor.jobs'::regclass
+                union all select polrelid::regclass || polname, pg_get_expr(polqual, polrelid) from pg_policy
+                """
+            )
+        }
+
+    fresh = await shape(dsn)
+    conn = await connected(dsn)
+    await conn.execute(BEFORE_LANES)
+    await conn.execute(
+        """insert into reactor.jobs (type, tenant_id, lane, status, run_after, updated_at, attempts, is_suspect, claim_token, lease_until)
+        values ('a', 'acme', 'a', 'pending', now() - interval '1 h', now() - interval '1 h', 0, false, null, null),
+            ('b', 'ação', '', 'pending', now(), now(), 0, false, null, null),
+            ('c', '', 'c', 'failed', now() - interval '1 s', now() - interval '1 min', 2, false, null, null),
+            ('d', 'acme', 'd', 'failed', now() - interval '1 s', now() - interval '1 min', 3, true, null, null),
+            ('e', 'acme', 'e', 'failed', now() + interval '1 h', now(), 1, false, null, null),
+            ('f', 'acme', 'f', 'running', now(), now(), 1, false, gen_random_uuid(), now() - interval '1 min'),
+            ('g', 'acme', 'g', 'done', now(), now(), 1, false, null, null)"""
+    )
+
+    assert await db.migrate(dsn) is True
+
+    assert await shape(dsn) == fresh
+    async with db.create_pool(dsn, application="test", size=2) as pool:
+        jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+        released = await jobs.release_expired()
+        claimed = await jobs.claim(dict.fromkeys("abcdefg", 5))
+        await jobs.settle([(job, Done()) for job in claimed])
+    assert [job.type for job in released] == ["f"]
+    assert {(job.type, job.lane, job.attempts) for job in claimed} == {
+        ("a", "a", 1), ("b", "b", 1), ("c", "c", 3), ("d", "d", 4), ("f", "f", 1)
+    }  # fmt: skip
+    assert (await conn.fetchval("select reactor.status()"))["done_24h"] == 5
+    assert await db.migrate(dsn) is False
 
 
 async def test_sources_are_compiled_again_by_the_new_release(dsn, sql_folder, connected):
