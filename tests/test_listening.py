@@ -301,7 +301,8 @@ async def test_a_machine_that_slept_looks_at_once(conn, dsn, monkeypatch):
             await insert(conn, "um")
             await anyio.sleep(0.5)
             return await conn.fetchval(
-                "select exists (select from reactor.jobs where status = 'pending' and run_after <= now())"
+                "select exists (select from reactor.jobs where status = 'pending' and run_after <= now()) "
+                "and not exists (select from reactor.jobs where status = 'running')"
             )
 
         await eventually(overlooks)  # asleep

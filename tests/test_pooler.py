@@ -210,7 +210,7 @@ async def test_a_process_behind_a_transaction_pooler_says_down_once_it_has_ended
 async def test_status_asked_through_the_pooler_s_only_connection_says_polling(conn, server, dsn, events):
     async with pgbouncer(server, dsn, size=1) as pooled, running_reactor(make_settings(database_url=pooled, poll_s=60)):
         await until(lambda: events.named("listener_lost"))
-        await says(conn, "polling")
+        await eventually(lambda: conn.fetchval("select count(*) > 0 from reactor.reactors where listener = 'polling'"))
         asking = await asyncpg.connect(
             pooled, statement_cache_size=0, server_settings={"application_name": "memory-reactor"}
         )
