@@ -399,14 +399,17 @@ def _print_hits(hits: Any, *, as_json: bool) -> None:
     _table(["score", "kind", "source", "when", "content"], rows)
 
 
-@app.command("check-handlers", hidden=True)
-def check_handlers() -> None:
-    """Import what `run` would, the handlers too."""
+@app.command(hidden=True)
+def prepare(with_tables: Annotated[bool, typer.Option("--with-tables")] = False) -> None:
+    """Import what `run` would, the handlers too; then migrate. What `dev` asks of changed code before it runs it."""
     import reactor.app  # noqa: F401, PLC0415
     from reactor.loading import RESOURCES, load_handlers, wanted_by  # noqa: PLC0415
 
-    for type_, handler in load_handlers(load_settings().handlers).items():
+    settings = load_settings()
+    for type_, handler in load_handlers(settings.handlers).items():
         wanted_by(type_, handler, RESOURCES)
+    dsn = _dsn(settings)
+    anyio.run(lambda: db.migrate(dsn, with_tables=with_tables))
 
 
 jobs_app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})

@@ -43,7 +43,7 @@ async def run_dev(settings: Settings, dsn: str, *, say: Callable[[str], None]) -
     # A compiled module is told from its source by size and second: the later of two edits within one would be lost.
     environment = os.environ | {"DATABASE_URL": dsn, "PYTHONDONTWRITEBYTECODE": "1"}
     reactor = _Reactor(environment, patience_s=settings.drain_s + _STOP_S, say=say)
-    trials = [["check-handlers"], ["migrate", *(["--with-tables"] if settings.database_url is None else [])]]
+    trial = _command(["prepare", *(["--with-tables"] if settings.database_url is None else [])])
     changes = _Changes(folder for folder in (Path(__file__).parent, BUILT_IN, SQL_FOLDER, settings.handlers) if folder)
     async with anyio.create_task_group() as tasks:
         try:
@@ -52,20 +52,18 @@ async def run_dev(settings: Settings, dsn: str, *, say: Callable[[str], None]) -
                 async with anyio.create_task_group() as watching:
                     watching.start_soon(changes.watch)
                     watching.start_soon(reactor.say_its_end)
-                    await _keep_up(reactor, changes, trials, say)
+                    await _keep_up(reactor, changes, trial, say)
         finally:
             with anyio.CancelScope(shield=True):
                 await reactor.stop()
             tasks.cancel_scope.cancel()
 
 
-async def _keep_up(
-    reactor: _Reactor, changes: _Changes, trials: Sequence[Sequence[str]], say: Callable[[str], None]
-) -> None:
+async def _keep_up(reactor: _Reactor, changes: _Changes, trial: Sequence[str], say: Callable[[str], None]) -> None:
     await anyio.lowlevel.checkpoint()  # watched before they are read
     what, said, is_first = "", "", True
     while True:
-        problem = await _problem(trials, reactor.environment)
+        problem = await _problem(trial, reactor.environment)
         if problem is None:
             if not is_first:
                 say(f"{what}starting again")
@@ -90,26 +88,18 @@ class _Problem:
     may_pass: bool  # without a change of the code: Postgres is away, a table is locked
 
 
-async def _problem(trials: Sequence[Sequence[str]], environment: Mapping[str, str]) -> _Problem | None:
-    for words in trials:
-        tried = None
-        with anyio.move_on_after(_TRY_S):
-            tried = await anyio.run_process(_command(words), env=environment, check=False, stdin=subprocess.DEVNULL)
-        if tried is None:
-            return _Problem(f"`reactor {words[0]}` does not come to an end", may_pass=words[0] == "migrate")
-        if tried.returncode != 0:
-            return _Problem(
-                _gist(tried.stderr.decode(errors="replace")), may_pass=words[0] == "migrate" and tried.returncode == 1
-            )
-    return None
-
-
-def _gist(stderr: str) -> str:
-    """What a command says when it fails: its own last line, or where and how Python gave up."""
-    lines = stderr.strip().splitlines() or ["it failed without a word"]
-    ours = [line.removeprefix("reactor: ") for line in lines if line.startswith("reactor: ")]
-    places = [":".join(found.groups()) for line in lines if (found := re.match(r' *File "(.+)", line (\d+)', line))]
-    return ours[-1] if ours else ": ".join([*places[-1:], lines[-1]])
+async def _problem(trial: Sequence[str], environment: Mapping[str, str]) -> _Problem | None:
+    with anyio.move_on_after(_TRY_S):
+        tried = await anyio.run_process(trial, env=environment, check=False, stdin=subprocess.DEVNULL)
+        if tried.returncode == 0:
+            return None
+        lines = tried.stderr.decode(errors="replace").strip().splitlines() or ["it failed without a word"]
+        ours = [line.removeprefix("reactor: ") for line in lines if line.startswith("reactor: ")]
+        if ours:
+            return _Problem(ours[-1], may_pass=tried.returncode == 1)
+        places = [":".join(found.groups()) for line in lines if (found := re.match(r' *File "(.+)", line (\d+)', line))]
+        return _Problem(": ".join([*places[-1:], lines[-1]]), may_pass=False)  # Python's own words: where, and how
+    return _Problem(f"it does not load or migrate within {_TRY_S:.0f} seconds", may_pass=True)
 
 
 class _Reactor:
