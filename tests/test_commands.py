@@ -23,7 +23,22 @@ from conftest import command, connect, drained, eventually, make_settings, react
 import reactor
 from reactor import embedded
 
-COMMANDS = ("demo", "up", "migrate", "run", "attach", "detach", "reconcile", "search", "recent", "status")
+COMMANDS = (
+    "demo",
+    "up",
+    "migrate",
+    "run",
+    "dev",
+    "attach",
+    "detach",
+    "reconcile",
+    "search",
+    "recent",
+    "retry",
+    "schedules",
+    "status",
+    "jobs",
+)
 AWAY = "postgresql://reactor:hunter2@127.0.0.1:1/nowhere"
 HIT = ["memory_id", "kind", "source_id", "content", "score", "occurred_at", "metadata"]
 

@@ -350,7 +350,7 @@ async def test_a_signal_drains_the_reactor_and_exits_0(clone, dsn, conn, stop):
     await gone(conn)
 
 
-async def test_a_second_signal_hurries_it_and_the_job_goes_back_unharmed(clone, dsn, conn):
+async def test_a_second_signal_does_not_wait_for_the_job(clone, dsn, conn):
     (clone / "mine" / "publish.py").write_text(WAITING.format(version="v1"))
     await conn.execute("create table public.released ()")
     with developing(clone, dsn, REACTOR_DRAIN_S="600") as running:
@@ -362,6 +362,8 @@ async def test_a_second_signal_hurries_it_and_the_job_goes_back_unharmed(clone, 
         running.process.send_signal(signal.SIGINT)
 
         assert await running.ends() == 0
+        assert len(running.events("stopped_at_once")) == 1
+        assert await conn.fetchval("select status from reactor.jobs where id = $1", job) != "done"
         assert "Traceback" not in running.text
     await gone(conn)
 
@@ -415,20 +417,20 @@ def child_of(pid: int) -> int:
     return int(child)
 
 
-async def test_a_reactor_that_does_not_stop_is_killed(monkeypatch):
+async def test_a_reactor_that_does_not_stop_is_killed(monkeypatch, tmp_path):
     said: list[str] = []
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
+    is_deaf = tmp_path / "deaf"
+    deaf = f"import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path({str(is_deaf)!r}).touch(); time.sleep(600)"
     monkeypatch.setattr(dev, "_command", lambda _words: [sys.executable, "-c", deaf])
-    process = dev._Reactor(dict(os.environ), patience_s=1.0, say=said.append)
+    process = dev._Reactor(dict(os.environ), patience_s=0.5, say=said.append)
     with anyio.fail_after(30):
         await process.start()
-        await anyio.sleep(0.5)  # until it is deaf; were it not yet, nothing would be proven and nothing fail
+        while not is_deaf.exists():
+            await anyio.sleep(0.02)
         await process.stop()
 
     assert not process.is_running
-    assert said in ([], ["the reactor does not stop: it is killed, and its jobs run again when their leases end"])
+    assert said == ["the reactor does not stop: it is killed, and its jobs run again when their leases end"]
 
 
 # --- places ---
