@@ -430,8 +430,10 @@ class Bell(Wakeup):
     def __init__(self):
         super().__init__()
         self.is_slept_on = False
+        self.naps = 0
 
     async def wait(self, timeout_s):
+        self.naps += 1
         self.is_slept_on = timeout_s > 0.5 and not self._rung.is_set()
         try:
             return await super().wait(timeout_s)
@@ -456,11 +458,41 @@ class Gated(Listener):
         await self.may_look.wait()
 
 
+class Hesitant(Listener):
+    """Stops before it arms for the first time, having looked."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.is_about_to_arm, self.may_arm = anyio.Event(), anyio.Event()
+
+    async def arm(self):
+        if self.state == "listening":
+            self.is_about_to_arm.set()
+            await self.may_arm.wait()
+        return await super().arm()
+
+
+class Slow(Jobs):
+    """Stops once in mid look, after a claim that found nothing."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stops_if = lambda: False
+        self.has_claimed_nothing, self.may_look_ahead = anyio.Event(), anyio.Event()
+
+    async def look_ahead(self, *args):
+        if self.stops_if():
+            self.has_claimed_nothing.set()
+            await self.may_look_ahead.wait()
+        return await super().look_ahead(*args)
+
+
 class Reacting:
     """A worker on a listener of its own."""
 
-    def __init__(self, pool, dsn, handlers, *, kind=Listener, drain_s=5.0, name="test", poll_s=600.0):
+    def __init__(self, pool, dsn, handlers, *, kind=Listener, queue=Jobs, drain_s=5.0, name="test"):
         self.bell = Bell()
+        self.queue = queue(pool, worker=name, lease=timedelta(seconds=30))
         self.listener = kind(
             dsn,
             {"reactor_wake": lambda _payload: self.bell.ring("notify")},
@@ -470,11 +502,11 @@ class Reacting:
             application=name,
         )
         self.worker = Worker(
-            Jobs(pool, worker=name, lease=timedelta(seconds=30)),
+            self.queue,
             bind(handlers, {"pool": pool}),
             wakeup=self.bell,
             watch=self.listener,
-            poll_s=poll_s,
+            poll_s=600.0,
             drain_s=drain_s,
             log=get_log(),
         )
@@ -527,6 +559,15 @@ class Stage:
         await eventually(check, timeout_s=15)
 
 
+async def rung(one):
+    return one.bell._rung.is_set()
+
+
+async def naps(one):
+    """Whether it has looked again and again."""
+    return one.bell.naps > 20
+
+
 async def logged(events, name):
     return events.named(name)
 
@@ -559,6 +600,72 @@ async def test_a_job_wakes_the_sleeper_and_while_it_works_producers_are_rung_for
     assert heard == [1, 2, 0]  # the job; the next one, and the watch handed over; silence
     assert one.woken_by["notify"] == 1
     assert one.woken_by.keys() <= {"notify", "ended", "crowded"}
+
+
+async def test_a_job_committed_between_the_look_and_arming_is_found(conn, dsn, pool, ear):
+    stage = Stage()
+    stage.may_end.set()
+    async with reacting(pool, dsn, stage.handles("work"), kind=Hesitant) as one:
+        await one.listener.is_about_to_arm.wait()
+        job = await enqueue(conn)
+        silent = await ear.rings()
+        one.listener.may_arm.set()
+        await stage.plays(job)
+        await drained(conn)
+
+    assert silent == 0
+    assert one.woken_by == {"armed": 1}
+
+
+async def test_a_ring_heard_in_mid_look_asks_for_another_look(conn, dsn, pool):
+    stage = Stage()
+    stage.may_end.set()
+    async with reacting(pool, dsn, stage.handles("work"), queue=Slow) as one:
+        one.queue.stops_if = lambda: one.listener.is_armed
+        await one.queue.has_claimed_nothing.wait()
+        job = await enqueue(conn)
+        await eventually(lambda: rung(one))
+        one.queue.may_look_ahead.set()
+        await stage.plays(job)
+        await drained(conn)
+
+    assert one.woken_by == {"notify": 1}
+
+
+async def test_a_job_written_before_the_look_and_committed_long_after_is_waited_for_awake(conn, dsn, pool, ear):
+    stage = Stage()
+    stage.may_end.set()
+    async with reacting(pool, dsn, stage.handles("work"), kind=Hesitant) as one:
+        await one.listener.is_about_to_arm.wait()
+        async with conn.transaction():
+            job = await enqueue(conn)
+            one.listener.may_arm.set()
+            await eventually(lambda: naps(one))
+        await stage.plays(job)
+        silent = await ear.rings()
+        await drained(conn)
+
+    assert silent == 0
+    assert one.woken_by == {"in_flight": 1}
+
+
+async def test_a_job_committed_before_another_reactor_armed_is_found_by_the_one_that_comes_too_late_to(
+    conn, dsn, pool, ear
+):
+    stage = Stage()
+    stage.may_end.set()
+    async with reacting(pool, dsn, stage.handles("play"), kind=Hesitant, name="second") as second:
+        await second.listener.is_about_to_arm.wait()
+        job = await enqueue(conn, "play")
+        silent = await ear.rings()
+        async with reacting(pool, dsn, stage.handles("work"), name="first") as first:
+            await first.asleep()
+            second.listener.may_arm.set()
+            await stage.plays(job)
+            await drained(conn)
+
+    assert silent == 0
+    assert second.woken_by == {"watched": 1}
 
 
 async def test_a_reactor_that_finds_itself_crowded_after_a_claim_hands_over_to_one_that_slept_beside_it(
