@@ -190,7 +190,8 @@ class Listener:
         """Be seen as listening; end one's own former session, which may still hold the watch after a half-open end."""
         async with self._turn:
             await conn.execute(
-                "select set_config('application_name', $1, false), set_config('tcp_keepalives_idle', '15', false), "
+                "select set_config('application_name', $1, false), set_config('synchronous_commit', 'off', false), "
+                "set_config('tcp_keepalives_idle', '15', false), "
                 "set_config('tcp_keepalives_interval', '5', false), set_config('tcp_keepalives_count', '3', false)",
                 self._application,
             )
