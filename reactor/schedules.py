@@ -14,6 +14,7 @@ from reactor.log import Log
 
 _MOST_S = 30.0  # for one look: a connection that is half open says nothing
 _FRESH = timedelta(seconds=60)  # a tick seen this late was not missed
+_AGAIN_S = 1.0  # until another look at one that somebody else has in hand
 _MOST_TICKS = 1000  # at once; the rest of a long absence follows
 _FIELDS = "minute, hour, day of month, month, day of week"
 _WORDS = {
@@ -107,7 +108,9 @@ async def fire_due(pool: Pool, *, log: Log) -> float | None:
                 continue
             if coming != next_at:
                 fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
-                if await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks) and ticks:
+                if not await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks):
+                    waits.append(_AGAIN_S)
+                elif ticks:
                     log.info("schedule_fired", schedule=name, ticks=len(ticks))
             waits.append(max((coming - now).total_seconds(), 0.0))
         for row in await conn.fetch("select reactor.resolve_mended_schedules()"):

@@ -47,7 +47,8 @@ end
 $$;
 
 -- Moves a schedule from the tick p_expected on to p_next and enqueues a job for each of p_ticks. False when it is no
--- longer as p_cron, p_timezone and p_expected say: another reactor was first, or somebody changed it.
+-- longer as p_cron, p_timezone and p_expected say: another reactor was first, or somebody changed it, or holds it in a
+-- transaction, which the other schedules do not wait for.
 create or replace function reactor.fire_schedule(
     p_name text, p_cron text, p_timezone text, p_expected timestamptz, p_next timestamptz, p_ticks timestamptz[]
 ) returns boolean
@@ -59,7 +60,10 @@ declare
     v_tick timestamptz;
 begin
     update reactor.schedules set next_at = p_next, last_at = coalesce(p_ticks[cardinality(p_ticks)], last_at), error = null
-    where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and next_at is not distinct from p_expected
+    where name = (
+        select name from reactor.schedules
+        where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and next_at is not distinct from p_expected
+        for update skip locked)
     returning * into s;
     if not found then
         return false;
@@ -80,7 +84,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     update reactor.schedules set error = p_error, next_at = null
-    where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and error is distinct from p_error;
+    where name = (
+        select name from reactor.schedules
+        where name = p_name and cron = p_cron and timezone = p_timezone and is_enabled and error is distinct from p_error
+        for update skip locked);
     return exists (select from reactor.schedules where name = p_name and is_enabled and error = p_error)
         and not exists (select from reactor.alerts where cause = 'bad_schedule' and subject = p_name and resolved_at is null)
         and reactor.open_alert('bad_schedule', p_name, jsonb_build_object('error', p_error));

@@ -352,6 +352,24 @@ async def test_a_plan_made_before_the_schedule_was_changed_is_not_carried_out(co
     assert await conn.fetchval("select count(*) from reactor.alerts") == 0
 
 
+@pytest.mark.parametrize("cron", ["0 7 * * *", "61 * * * *"])
+async def test_a_schedule_that_somebody_holds_in_a_transaction_holds_up_no_other(dsn, pool, conn, cron):
+    await insert_schedule(conn, "a held one", cron=cron, type="held")
+    await insert_schedule(conn, "free", type="free")
+    for name in ("a held one", "free"):
+        await be_late(conn, timedelta(seconds=1), name)
+    other = await connect(dsn)
+    async with other.transaction():
+        await other.execute("update reactor.schedules set payload = '{}' where name = 'a held one'")
+        wait_s = await fire_due(pool, log=get_log())
+        assert [job["type"] for job in await jobs_of(conn)] == ["free"]
+    await other.close()
+    if cron == "0 7 * * *":
+        assert wait_s <= 1
+        await fire_due(pool, log=get_log())
+        assert [job["type"] for job in await jobs_of(conn)] == ["free", "held"]
+
+
 @pytest.mark.parametrize(("missed", "runs"), [("once", 1), ("skip", 0), ("all", 3)])
 async def test_ticks_that_no_reactor_saw_are_run_by_the_schedule_s_policy(pool, conn, missed, runs):
     await insert_schedule(conn, cron="0 * * * *", missed=missed)
