@@ -25,6 +25,25 @@ async def test_what_ended_longer_ago_than_the_retention_is_pruned_and_the_rest_s
     assert await conn.fetchval("select count(*) from reactor.rejected") == 1
 
 
+async def test_the_counts_of_minutes_longer_ago_than_a_day_go_and_more_than_one_step_of_jobs_does(dsn, conn):
+    await conn.execute(
+        "insert into reactor.job_minutes (minute, backend, done, dead) "
+        "select now() - h * interval '1 hour', 0, 1, 0 from unnest('{23,26,200}'::int[]) h"
+    )
+    await conn.execute(
+        "insert into reactor.jobs (type, tenant_id, lane, status, updated_at) "
+        "select 'old', '', 'x', 'done', now() - interval '8 days' from generate_series(1, 2500)"
+    )
+
+    async with running_reactor(make_settings(database_url=dsn)):
+        job = await conn.fetchval("select reactor.enqueue('reconcile', '{}', '')")
+        await drained(conn)
+
+    assert await conn.fetchval("select count(*) from reactor.jobs where lane = 'x'") == 0
+    assert (await conn.fetchval("select result from reactor.jobs where id = $1", job))["pruned"] == 2500
+    assert await conn.fetchval("select count(*) from reactor.job_minutes where backend = 0") == 1
+
+
 async def test_an_alert_of_dead_jobs_closes_by_itself_once_they_were_dealt_with(dsn, conn):
     async with running_reactor(make_settings(database_url=dsn)):
         job = await conn.fetchval("""select reactor.enqueue('sync_row', '{"source": "wrong"}', 'acme')""")
