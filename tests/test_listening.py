@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import anyio
 import asyncpg
 import pytest
-from conftest import connect, drained, eventually, make_settings, reactor_process, running_reactor
+from conftest import POSTGRES, connect, drained, eventually, make_settings, reactor_process, running_reactor
 from proxy import proxy_to
 from servers import own_cluster
 from test_worker import Output
@@ -504,6 +504,28 @@ async def test_a_server_without_a_connection_left_kills_nothing(fresh, events):
     await hogs[0].close()
     await off_loop(fresh.stop, "fast")
     await off_loop(fresh.start)
+
+
+@pytest.mark.skipif(POSTGRES < 17, reason="the queue of notifications is 8 GB there")
+async def test_a_queue_of_notifications_filled_by_a_forgotten_transaction_loses_no_listener(fresh, events):
+    await off_loop(fresh.stop, "fast")
+    await off_loop(fresh.start, "max_notify_queue_pages=64")
+    conn, forgotten = await connect(fresh.dsn), await connect(fresh.dsn)
+    async with listening(fresh.dsn, beat_s=0.05) as ear:
+        await forgotten.execute("listen anything")
+        await forgotten.execute("begin; select 1")
+        while await conn.fetchval("select pg_notification_queue_usage() < 0.9"):
+            await conn.execute("select pg_notify('anything', repeat('x', 7000) || n) from generate_series(1, 3) n")
+        await anyio.sleep(1)  # twenty beats
+        assert (ear.ready, ear.lost) == (1, 0)
+        await forgotten.close()
+        await ear.hears(conn)
+        await insert(conn, "um")  # nor a producer
+
+    await conn.close()
+    await off_loop(fresh.stop, "fast")
+    await off_loop(fresh.start)
+    assert events.named("listener_lost") == []
 
 
 @pytest.mark.parametrize("away", ["gone", "frozen", "refusing"])
