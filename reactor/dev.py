@@ -25,7 +25,7 @@ from reactor.settings import Settings
 _TOGETHER_MS = 300  # saves this close are one change
 _TRY_S = 60.0  # a module may wait for something while it is imported
 _AGAIN_S = 5.0  # until the next try of what may pass without a change
-_STOP_S = 15.0  # what a reactor may take beyond its drain
+_STOP_S = 20.0  # what a reactor may take beyond its drain
 _MOST_NAMES = 3
 
 
