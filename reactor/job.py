@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
 
+from reactor.errors import StaleClaim
+
 _LONGEST_DELAY_S = 366 * 86_400.0
 
 
@@ -17,6 +19,9 @@ class Queue(Protocol):
 
     async def note(self, job: Job, note: dict[str, Any]) -> None:
         """See `Job.note`."""
+
+    async def complete(self, job: Job, conn: Any, result: dict[str, Any] | None) -> bool:
+        """See `Job.complete`; False when the claim is lost."""
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class Job:
     outcome: Outcome | None = None
     """Set by a batched handler for jobs that end differently from their batch."""
     _queue: Queue | None = field(default=None, repr=False)
+    completes_itself: bool = False
+    """`complete` was called: then a claim that is gone when the worker settles was the handler's own to end."""
 
     @property
     def key(self) -> str:
@@ -58,6 +65,16 @@ class Job:
         """
         await self._claimed_from().note(self, note)
         self.notes |= note
+
+    async def complete(self, conn: Any, result: dict[str, Any] | None = None) -> None:
+        """Make the job done in the transaction of `conn`: done if and only if the handler's own writes in it are.
+
+        Raises:
+            StaleClaim: The lease passed to another worker: let the transaction roll back.
+        """
+        if not await self._claimed_from().complete(self, conn, result):
+            raise StaleClaim(f"job {self.id} was claimed by another worker")
+        self.completes_itself = True
 
     def _claimed_from(self) -> Queue:
         if self._queue is None:

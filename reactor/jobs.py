@@ -220,6 +220,10 @@ class Jobs:
         if not rows[0][0]:
             raise StaleClaim(f"job {job.id} was claimed by another worker")
 
+    async def complete(self, job: Job, conn: Connection, result: dict[str, Any] | None) -> bool:
+        """See `Job.complete`."""
+        return bool(await complete_jobs(conn, [(job, result and clean_json(result))]))
+
 
 def _storable(result: dict[str, Any]) -> dict[str, Any]:
     """A handler's result as jsonb takes it; where it is none, what is wrong with it: the work itself is done."""
