@@ -103,7 +103,7 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
         pool = await db.create_pool(dsn, application=application, size=settings.pool_size, statement_cache_size=cache)
         stack.push_async_callback(_close, pool)
         queue_pool = await db.create_pool(
-            dsn, application=application, size=4, statement_cache_size=cache, resets=False
+            dsn, application=application, size=5, statement_cache_size=cache, resets=False
         )
         stack.push_async_callback(_close, queue_pool)
         resources: dict[str, Any] = {
@@ -154,9 +154,9 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listener.run)
             tasks.start_soon(_warm, embedders.target)
-            tasks.start_soon(_owe_reconcile, pool, settings.reconcile_s, log)
-            tasks.start_soon(_fire_schedules, pool, schedules_bell, log)
-            tasks.start_soon(_check_health, pool, worker, listener, health_bell, name, settings.stuck_s, log)
+            tasks.start_soon(_owe_reconcile, queue_pool, settings.reconcile_s, log)
+            tasks.start_soon(_fire_schedules, queue_pool, schedules_bell, log)
+            tasks.start_soon(_check_health, queue_pool, worker, listener, health_bell, name, settings.stuck_s, log)
             tasks.start_soon(_notice_sleep, (wakeup, schedules_bell))
             log.info("started", model=embedders.target.model, handlers=sorted(bound))
             yield worker

@@ -61,7 +61,7 @@ def _modules(package: str, folder: Path) -> list[ModuleType]:
     sys.modules[package] = parent
     modules = []
     for path in sorted(folder.glob("*.py")):
-        if path.stem.startswith("_"):
+        if path.name.startswith(("_", ".")):  # a helper; what an editor or a Mac leaves beside a file
             continue
         try:
             modules.append(importlib.import_module(f"{package}.{path.stem}"))

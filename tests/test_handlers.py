@@ -216,6 +216,13 @@ class TestBinding:
 
         assert set(load_handlers(folder)) == {"sync_row", "reconcile", "mine"}
 
+    def test_what_an_editor_leaves_beside_a_module_is_none(self, folder):
+        (folder / "mine.py").write_text("async def work(job): ...\nHANDLERS = {'work': work}")
+        for name in (".#mine.py", "._mine.py", "_helper.py"):
+            (folder / name).write_text("this is no Python")
+
+        assert "work" in load_handlers(folder)
+
     def test_an_edited_module_is_read_again(self, folder):
         load_handlers(write(folder, a=OK))
         (folder / "a.py").write_text("async def f(job): ...\n\n\nHANDLERS = {'renamed': f}\n")
