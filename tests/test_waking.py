@@ -27,7 +27,7 @@ from reactor.log import get_log
 from reactor.worker import Worker
 
 OURS = Protocol()
-TWO_TYPES = World(handles=((0,), (1,)), enqueues=(0, 1))
+TWO_TYPES = World(handles=((0,), (1,)), enqueues=(0, 1), transactions=(1, 1))
 ISOLATIONS = ("read committed", "repeatable read", "serializable")
 WRITES = {
     "trigger": "insert into posts (tenant_id, body) values ('acme', 'oi')",
@@ -43,6 +43,7 @@ IS_WATCHED = (
 
 
 class TestModel:
+    # 45,578, 151,431, 48,891, 43,273 and 77,124 states.
     @pytest.mark.parametrize(
         ("protocol", "world"),
         [
@@ -827,7 +828,7 @@ SOAK_S = 15.0
 IS_SOAKED = "select not exists (select from reactor.jobs where type = 'soak' and status <> 'done')"
 
 
-async def test_under_load_with_a_crash_every_job_is_done_and_none_by_the_floor(conn, dsn, tmp_path):
+async def test_under_load_with_a_crash_every_job_is_done_and_none_by_the_floor(conn, dsn, sessions, tmp_path):
     """Two whole reactors whose floor is out of reach, and producers who think, savepoint, roll back and dawdle."""
     (tmp_path / "soak.py").write_text(
         "import random\nimport anyio\nfrom reactor import Handler\n"
@@ -844,7 +845,7 @@ async def test_under_load_with_a_crash_every_job_is_done_and_none_by_the_floor(c
                 await one.run()
 
     async def produce(until):
-        producer = await connect(dsn)
+        producer = await sessions()
         while anyio.current_time() < until:
             await anyio.sleep(dice.expovariate(8.0))
             transaction = producer.transaction(
@@ -865,7 +866,6 @@ async def test_under_load_with_a_crash_every_job_is_done_and_none_by_the_floor(c
             else:
                 await transaction.commit()
                 promised.extend(kept)
-        await producer.close()
 
     scopes = [anyio.CancelScope() for _ in range(3)]
     async with anyio.create_task_group() as reactors:
