@@ -422,13 +422,13 @@ as $$
     select reactor.resolve_cured_jobs();
     delete from reactor.job_minutes where minute < now() - interval '25 h';
     with jobs as (
-        delete from reactor.jobs where id in (select id from reactor.jobs where status = 'done' and updated_at < now() - $1 limit $2)
+        delete from reactor.jobs where id = any (array(select id from reactor.jobs where status = 'done' and updated_at < now() - $1 order by updated_at limit $2))
         returning 1
     ), rejected as (
-        delete from reactor.rejected where id in (select id from reactor.rejected where created_at < now() - $1 limit $2)
+        delete from reactor.rejected where id = any (array(select id from reactor.rejected where created_at < now() - $1 order by created_at limit $2))
         returning 1
     ), alerts as (
-        delete from reactor.alerts where id in (select id from reactor.alerts where resolved_at < now() - $1 limit $2)
+        delete from reactor.alerts where id = any (array(select id from reactor.alerts where resolved_at < now() - $1 order by resolved_at limit $2))
         returning 1
     )
     select (select count(*) from jobs) + (select count(*) from rejected) + (select count(*) from alerts)

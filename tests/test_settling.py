@@ -395,7 +395,7 @@ class TestNotes:
             if len(seen) == 1:
                 await job.note({"upload": "started"})
                 await job.note({"upload_id": 7})
-                seen.append(await conn.fetchval("select notes from reactor.jobs where id = $1", job.id))
+                seen.append(await pool.fetchval("select notes from reactor.jobs where id = $1", job.id))
                 raise Unavailable("away", retry_after_s=0)
 
         job_id = await enqueue(conn)
