@@ -22,6 +22,14 @@ from reactor.jobs import Ending, Jobs
 from reactor.listener import Listener, Wakeup
 from reactor.log import Log
 
+_POSTGRES_AWAY = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.CannotConnectNowError,
+    asyncpg.TooManyConnectionsError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.InternalClientError,
+)
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 60.0
 _MOST_RETRY_AFTER_S = 86_400.0
@@ -127,6 +135,7 @@ class Worker:
         self._ended: list[tuple[Job, Outcome, float]] = []
         self._settle_bell = Wakeup()
         self._sweep_at = 0.0  # monotonic
+        self._is_blocked = False  # when last looked, something due waited for another to settle
         self._overdue = 0  # looks in a row at a timer that is over and that nobody can act upon
         self._away: set[str] = set()  # what failed when it last asked Postgres: an outage is one line, not one a second
         self._stopping = False
@@ -255,6 +264,7 @@ class Worker:
             self._sweep_at = 0.0
             return _Rest(_RETRY_S, "retry", may_arm=False)
         self._away.discard("claim_failed")
+        self._is_blocked = ahead.is_blocked
         rests = [_Rest(self._poll_s, "floor"), *self._rests_of_lanes()]
         if ahead.due_s is not None:
             self._overdue = min(self._overdue + 1, 9) if ahead.due_s <= 0 else 0
@@ -437,7 +447,10 @@ class Worker:
                     task.uncancel()
             if timeout.expired():
                 return None, _TooSlow(f"longer than {bound.spec.timeout_s:g} s")
-            return None, _heart_of(exc)
+            heart = _heart_of(exc)
+            if _is_postgres_away(heart):
+                return None, Unavailable("Postgres went away under the handler", code="postgres")
+            return None, heart
 
     def _open(self, lane: _Lane, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
@@ -489,8 +502,8 @@ class Worker:
                 for job, _, _ in batch:
                     if self._running.get(job.id) is job:  # and not a later claim of the same one
                         del self._running[job.id]
-                if settled:
-                    self._wakeup.ring("settled")  # there may be new timers
+                if settled or self._is_blocked:
+                    self._wakeup.ring("settled")  # there may be new timers; a twin or suspect may be next
                 self._tell(batch, settled)
             elif self._is_drained.is_set():
                 self._settled.set()
@@ -522,7 +535,7 @@ class Worker:
             if ending is None:
                 key: tuple[str, ...] = ("job_done", job.type)
             elif ending.status is None:
-                key = ("claim_lost", job.type)
+                key = ("job_done" if job.completes_itself else "claim_lost", job.type)
             elif isinstance(outcome, Snooze) and ending.status == "pending":
                 key = ("job_snoozed", job.type, outcome.reason)
             else:
@@ -572,6 +585,16 @@ def _heart_of(exc: BaseException) -> BaseException:
     """What a group of exceptions is about: a bug before an outage, and that before what was cancelled for it."""
     leaves = [leaf for leaf in _leaves_of(exc) if not isinstance(leaf, asyncio.CancelledError)] or [exc]
     return next((leaf for leaf in leaves if not isinstance(leaf, Unavailable)), leaves[0])
+
+
+def _is_postgres_away(exc: BaseException) -> bool:
+    """Whether a handler lost its connection, or got none: no fault of its own."""
+    if isinstance(exc, asyncpg.InterfaceError):
+        return "connection is closed" in str(exc)
+    if isinstance(exc, OSError) and not isinstance(exc, TimeoutError):  # some file's or service's, or asyncpg's
+        frames = traceback.extract_tb(exc.__traceback__)
+        return any(Path(asyncpg.__file__).parent in Path(frame.filename).parents for frame in frames)
+    return isinstance(exc, _POSTGRES_AWAY)
 
 
 def _leaves_of(exc: BaseException) -> Iterator[BaseException]:
