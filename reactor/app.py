@@ -218,7 +218,10 @@ async def _look_at(dsn: str) -> _Place:
             with db.reaching(), anyio.fail_after(_LOOK_S):
                 await db.check_schema(ours)
                 instance: str = await ours.fetchval("select left(id::text, 8) from reactor.instance")
-                return _Place(instance, await hears(ours, other))
+                try:
+                    return _Place(instance, await hears(ours, other))
+                except asyncpg.ProgramLimitExceededError:  # the queue of notifications is full: nobody hears anything
+                    return _Place(instance, hears=False)
         except asyncpg.ReadOnlySQLTransactionError:
             raise Unavailable("Postgres is out of reach (it is a standby)", code="postgres") from None
 
