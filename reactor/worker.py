@@ -154,7 +154,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop`; then drain. Never raises for an outage, nor for what a handler does."""
-        async with anyio.create_task_group() as upkeep:
+        async with self._jobs.at_hand(), anyio.create_task_group() as upkeep:
             upkeep.start_soon(self._settle_loop)
             upkeep.start_soon(self._heartbeat_loop)
             try:
@@ -265,7 +265,8 @@ class Worker:
             return _Rest(_RETRY_S, "retry", may_arm=False)
         self._away.discard("claim_failed")
         self._is_blocked = ahead.is_blocked
-        rests = [_Rest(self._poll_s, "floor"), *self._rests_of_lanes()]
+        # Another reactor's leases began after its claim, so that no timer of ours knows of them.
+        rests = [_Rest(min(self._poll_s, self._jobs.lease.total_seconds()), "floor"), *self._rests_of_lanes()]
         if ahead.due_s is not None:
             self._overdue = min(self._overdue + 1, 9) if ahead.due_s <= 0 else 0
             # Somebody's transaction holds what is overdue, perhaps for long.
