@@ -50,7 +50,7 @@ begin
         alter table reactor.jobs alter type type text collate "C", alter tenant_id type text collate "C",
             alter lane type text collate "C", add check (lane <> ''), alter dedupe_key type text collate "C",
             add snoozed_since timestamptz, add history jsonb;
-        drop function reactor.next_due_s(text[]), reactor.release_expired_jobs(timestamptz),
+        drop function reactor.next_due_s(text[]), reactor.complete_jobs(bigint[], uuid[], jsonb[]), reactor.release_expired_jobs(timestamptz),
             reactor.claim_jobs(text[], int[], text, interval, int[], timestamptz),
             reactor.settle_jobs(bigint[], uuid[], text[], jsonb[], text[], float8[], timestamptz);
     end if;
@@ -257,13 +257,16 @@ declare
     v_lane text;
     v_room int;
     v_suspects boolean;
-    v_absorbed bigint;
+    v_versions bigint[];  -- of what was picked, where twins change it
+    v_suspicions boolean[];
 begin
     perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
     p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
-    update reactor.jobs j set updated_at = p_now where j.id = any (array(
-        select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
-        order by j.run_after, j.id limit 1000 for update skip locked));
+    if exists (select from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now) then
+        update reactor.jobs j set updated_at = p_now where j.id = any (array(
+            select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
+            order by j.run_after, j.id limit 1000 for update skip locked));
+    end if;
     for i in 1 .. cardinality(p_types) loop
         v_suspects := exists (select from reactor.jobs j where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed'));
         if v_suspects then
@@ -295,51 +298,59 @@ begin
     -- A server that crashes may forget a claim that has just been made: the job is due again, and its token fences the one
     -- who still runs it. What that one notes or settles waits for the disk, and so for the claim before it.
     perform set_config('synchronous_commit', 'off', true);
+    if exists (
+        select from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
+        where (select 1 from reactor.jobs t
+            where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
+                and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null
+    ) then
+        with picked as materialized (
+            select j.id, j.tenant_id, j.type, j.dedupe_key, greatest(j.id, j.version) as version, j.is_suspect
+            from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
+        ), key as materialized (
+            select distinct on (p.tenant_id, p.type, p.dedupe_key) p.tenant_id, p.type, p.dedupe_key, p.id as first_id, p.version, p.is_suspect
+            from picked p where p.dedupe_key is not null order by p.tenant_id, p.type, p.dedupe_key, p.id
+        ), twin as materialized (  -- seldom any; windows, for a join would grow with the square of a batch
+            select k.first_id, t.id, least(k.first_id, min(t.id) filter (where t.is_due) over family) as lead_id,
+                greatest(k.version, max(t.version) over family) as version, k.is_suspect or bool_or(t.is_suspect) over family as is_suspect
+            from key k, lateral (
+                select j.id, j.run_after <= p_now as is_due, greatest(j.id, j.version) as version, j.is_suspect from reactor.jobs j
+                where j.tenant_id = k.tenant_id and j.type = k.type and j.dedupe_key = k.dedupe_key
+                    and j.status in ('pending', 'failed') and j.dedupe_key is not null and j.id <> k.first_id
+                order by j.id  -- the order of the twins' own index, which is then the cheaper one
+                for update skip locked
+            ) t
+            window family as (partition by k.first_id)
+        ), lead as materialized (
+            select k.first_id as id, k.version, k.is_suspect from key k where k.first_id not in (select t.first_id from twin t)
+            union all
+            select p.id, p.version, p.is_suspect from picked p where p.dedupe_key is null
+            union all
+            select distinct t.lead_id, t.version, t.is_suspect from twin t
+        ), absorbed as (
+            update reactor.jobs j
+            set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
+            from (select distinct t.first_id as id, t.lead_id from twin t where t.first_id <> t.lead_id
+                  union all
+                  select t.id, t.lead_id from twin t where t.id <> t.lead_id) f
+            where j.id = f.id
+            returning j.id
+        ), counted as (
+            insert into reactor.job_minutes as m (minute, done, dead)
+            select date_trunc('minute', p_now), count(*), 0 from absorbed having count(*) > 0
+            on conflict (minute, backend) do update set done = m.done + excluded.done
+        )
+        select array_agg(l.id), array_agg(l.version), array_agg(l.is_suspect) into v_picked, v_versions, v_suspicions from lead l;
+    end if;
     return query
-    with picked as materialized (
-        select j.id, j.tenant_id, j.type, j.dedupe_key, greatest(j.id, j.version) as version, j.is_suspect
-        from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
-    ), key as materialized (
-        select distinct on (p.tenant_id, p.type, p.dedupe_key) p.tenant_id, p.type, p.dedupe_key, p.id as first_id, p.version, p.is_suspect
-        from picked p where p.dedupe_key is not null order by p.tenant_id, p.type, p.dedupe_key, p.id
-    ), twin as materialized (  -- seldom any; windows, for a join would grow with the square of a batch
-        select k.first_id, t.id, least(k.first_id, min(t.id) filter (where t.is_due) over family) as lead_id,
-            greatest(k.version, max(t.version) over family) as version, k.is_suspect or bool_or(t.is_suspect) over family as is_suspect
-        from key k, lateral (
-            select j.id, j.run_after <= p_now as is_due, greatest(j.id, j.version) as version, j.is_suspect from reactor.jobs j
-            where j.tenant_id = k.tenant_id and j.type = k.type and j.dedupe_key = k.dedupe_key
-                and j.status in ('pending', 'failed') and j.dedupe_key is not null and j.id <> k.first_id
-            order by j.id  -- the order of the twins' own index, which is then the cheaper one
-            for update skip locked
-        ) t
-        window family as (partition by k.first_id)
-    ), lead as materialized (
-        select k.first_id as id, k.version, k.is_suspect from key k where k.first_id not in (select t.first_id from twin t)
-        union all
-        select p.id, p.version, p.is_suspect from picked p where p.dedupe_key is null
-        union all
-        select distinct t.lead_id, t.version, t.is_suspect from twin t
-    ), absorbed as (
-        update reactor.jobs j
-        set status = 'done', result = jsonb_build_object('merged_into', f.lead_id), updated_at = p_now
-        from (select distinct t.first_id as id, t.lead_id from twin t where t.first_id <> t.lead_id
-              union all
-              select t.id, t.lead_id from twin t where t.id <> t.lead_id) f
-        where j.id = f.id
-        returning j.id
-    ), counted as (
-        insert into reactor.job_minutes as m (minute, done, dead)
-        select date_trunc('minute', p_now), count(*), 0 from absorbed having count(*) > 0
-        on conflict (minute, backend) do update set done = m.done + excluded.done
-    )
     update reactor.jobs j
     set status = 'running', attempts = j.attempts + 1, max_attempts = coalesce(
             p_max_attempts[array_position(p_types, j.type)], j.max_attempts),
-        version = l.version, is_suspect = l.is_suspect,
-        payload = case when l.version = greatest(j.id, j.version) then j.payload
-            else coalesce((select p.payload from reactor.jobs p where p.id = l.version), j.payload) end,
+        version = coalesce(l.version, greatest(j.id, j.version)), is_suspect = coalesce(l.is_suspect, j.is_suspect),
+        payload = case when l.version <> greatest(j.id, j.version)
+            then coalesce((select p.payload from reactor.jobs p where p.id = l.version), j.payload) else j.payload end,
         locked_at = p_now, locked_by = p_worker, lease_until = p_now + p_lease, claim_token = v_token, updated_at = p_now
-    from lead l
+    from unnest(v_picked, v_versions, v_suspicions) l (id, version, is_suspect)
     where j.id = l.id
     returning j.id, j.type, j.tenant_id, j.payload, j.attempts, j.max_attempts, j.dedupe_key, j.lane, j.version, j.claim_token,
         nullif(j.notes, '{}'), j.is_suspect;
@@ -379,6 +390,33 @@ begin
 end
 $$;
 
+-- Marks held jobs done, in the caller's transaction; returns the ids of those whose claim still held.
+create or replace function reactor.complete_jobs(
+    p_ids bigint[], p_tokens uuid[], p_results jsonb[], p_now timestamptz default clock_timestamp()
+) returns setof bigint
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan
+as $$
+begin
+    return query
+    with completed as (
+        update reactor.jobs j
+        set status = 'done', result = e.result, snoozed_since = null, is_suspect = false, locked_by = null, lease_until = null,
+            claim_token = null, updated_at = p_now
+        from unnest(p_ids, p_tokens, p_results) as e (id, token, result)
+        where j.id = e.id and j.claim_token = e.token
+        returning j.id
+    ), counted as (
+        insert into reactor.job_minutes as m (minute, done, dead)
+        select date_trunc('minute', p_now), count(*), 0 from completed having count(*) > 0
+        on conflict (minute, backend) do update set done = m.done + excluded.done
+    )
+    select id from completed;
+end
+$$;
+
 -- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead, expired (see release_expired_jobs).
 -- A failed one waits p_delays[i] seconds, at most a day (null: the backoff), or is dead when that was its last attempt; a snoozed one
 -- waits p_delays[i] seconds and gets its attempt back, or is dead when it has done nothing else for p_snooze_limit.
@@ -396,6 +434,12 @@ set plan_cache_mode = force_generic_plan  -- planning it anew would take longer 
 as $$
 #variable_conflict use_column
 begin
+    if p_endings <@ '{done}' then  -- as nearly always
+        return query
+        select l.id, null::text, null::timestamptz, null::text from unnest(p_ids) l (id)
+        where l.id not in (select c from reactor.complete_jobs(p_ids, p_tokens, p_results, p_now) c);
+        return;
+    end if;
     return query
     with ending as materialized (
         select e.id, e.token, e.result, case when g.up then 'dead' else e.ending end as ending,
@@ -528,26 +572,6 @@ as $$
     select j.id from reactor.jobs j
     join unnest($1, $2) as held (id, token) on j.id = held.id and j.claim_token = held.token
     order by j.id for update of j
-$$;
-
--- Marks held jobs done inside the handler's own transaction.
-create or replace function reactor.complete_jobs(p_ids bigint[], p_tokens uuid[], p_results jsonb[]) returns setof bigint
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
-    with completed as (
-        update reactor.jobs j
-        set status = 'done', result = e.result, snoozed_since = null, is_suspect = false, locked_by = null, lease_until = null,
-            claim_token = null, updated_at = clock_timestamp()
-        from unnest($1, $2, $3) as e (id, token, result)
-        where j.id = e.id and j.claim_token = e.token
-        returning j.id
-    ), counted as (
-        insert into reactor.job_minutes as m (minute, done, dead)
-        select date_trunc('minute', clock_timestamp()), count(*), 0 from completed having count(*) > 0
-        on conflict (minute, backend) do update set done = m.done + excluded.done
-    )
-    select id from completed
 $$;
 
 -- Merges a note into a running job; false when the claim has passed to another worker.
