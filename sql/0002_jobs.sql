@@ -186,53 +186,6 @@ as $$
     select make_interval(secs => (array[60, 300, 900, 3600, 21600])[least(greatest($1, 1), 5)] * (0.9 + 0.2 * random()))
 $$;
 
--- Ready jobs of one type and lane, locked, up to p_room: equal shares of the tenants that wait, from the one after p_after on
--- and around. Passes over what runs already under the same key, and twins of suspects. Costs what it returns, not what waits.
-create or replace function reactor.pick_jobs(
-    p_type text, p_lane text, p_room int, p_after text, p_suspects boolean, p_now timestamptz
-) returns bigint[]
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return (
-        with recursive turn as (  -- a loose index scan: one probe a tenant, and only as far as it is read
-            select p_after collate "C" as tenant_id, false as is_around, false as is_waiting
-            union all
-            select n.tenant_id, n.is_around, true from turn t, lateral (
-                (select j.tenant_id, t.is_around from reactor.jobs j
-                 where j.type = p_type and j.lane = p_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-                    and j.tenant_id > t.tenant_id and j.tenant_id <= case when t.is_around then p_after else repeat(chr(1114111), 201) end
-                 order by j.tenant_id limit 1)
-                union all
-                (select j.tenant_id, true from reactor.jobs j
-                 where j.type = p_type and j.lane = p_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-                    and j.tenant_id <= p_after and not t.is_around
-                 order by j.tenant_id limit 1)
-                limit 1
-            ) n
-        ), share as materialized (
-            select ceil(p_room::float8 / greatest(count(*), 1))::int as jobs from (select from turn where is_waiting limit p_room) t
-        ), picked as (
-            select d.id from turn t cross join share, lateral (
-                select j.id from reactor.jobs j
-                where j.type = p_type and j.lane = p_lane and j.tenant_id = t.tenant_id
-                    and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after <= p_now
-                    -- Scalar, so that each is a probe of its index and never a join with all that runs.
-                    and (j.dedupe_key is null or (select 1 from reactor.jobs r
-                        where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
-                    and (not p_suspects or (select 1 from reactor.jobs s
-                        where s.is_suspect and s.status in ('pending', 'failed') and s.type = j.type and s.tenant_id = j.tenant_id
-                            and s.dedupe_key = j.dedupe_key limit 1) is null)
-                order by j.run_after, j.id limit share.jobs for update of j skip locked
-            ) d
-            where t.is_waiting limit p_room
-        )
-        select array_agg(id) from picked
-    );
-end
-$$;
-
 -- Leases due jobs of p_types[i], up to p_limits[i] in each of its lanes, or p_lanes -> type -> lane -> "room" where the
 -- caller knows better; there "after" is the tenant served last. Of suspects, one of a type runs at a time (the caller gives
 -- it a call of its own), beside the others. p_max_attempts[i], where there is one, becomes the max_attempts of what is claimed.
@@ -253,57 +206,101 @@ as $$
 #variable_conflict use_column
 declare
     v_token constant uuid := gen_random_uuid();
-    v_picked bigint[] := '{}';
+    v_is_late boolean;
+    v_suspects text[];       -- types with some
+    v_type text;
     v_lane text;
     v_room int;
-    v_suspects boolean;
-    v_versions bigint[];  -- of what was picked, where twins change it
+    v_after text;            -- the tenant served last
+    v_more bigint[];
+    v_picked bigint[] := '{}';
+    v_twins boolean;         -- among what was picked last
+    v_has_twins boolean := false;
+    v_versions bigint[];     -- of what was picked, where twins change it
     v_suspicions boolean[];
 begin
-    perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1);
+    -- A server that crashes may forget a claim that has just been made: the job is due again, and its token fences the one
+    -- who still runs it. What that one notes or settles waits for the disk, and so for the claim before it.
+    perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1), set_config('synchronous_commit', 'off', true);
     p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
-    if exists (select from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now) then
+    select exists (select from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now),
+        array(select distinct j.type from reactor.jobs j where j.is_suspect and j.status in ('pending', 'failed') and j.type = any (p_types))
+    into v_is_late, v_suspects;
+    if v_is_late then
         update reactor.jobs j set updated_at = p_now where j.id = any (array(
             select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
             order by j.run_after, j.id limit 1000 for update skip locked));
     end if;
-    for i in 1 .. cardinality(p_types) loop
-        v_suspects := exists (select from reactor.jobs j where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed'));
-        if v_suspects then
-            v_picked := v_picked || array(
-                select j.id from reactor.jobs j
-                where j.type = p_types[i] and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
-                    and coalesce((p_lanes -> j.type -> j.lane ->> 'room')::int, p_limits[i]) > 0
-                    and not exists (select from reactor.jobs r where r.status = 'running' and r.type = p_types[i] and r.is_suspect)
+    foreach v_type in array v_suspects loop
+        v_has_twins := true;  -- perhaps
+        v_picked := v_picked || array(
+            select j.id from reactor.jobs j
+            where j.type = v_type and j.is_suspect and j.status in ('pending', 'failed') and j.run_after <= p_now
+                and coalesce((p_lanes -> j.type -> j.lane ->> 'room')::int, p_limits[array_position(p_types, v_type)]) > 0
+                and not exists (select from reactor.jobs r where r.status = 'running' and r.type = v_type and r.is_suspect)
+                and (j.dedupe_key is null or (select 1 from reactor.jobs r
+                    where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
+            order by j.run_after, j.id limit 1 for update skip locked);
+    end loop;
+    for v_type, v_lane in
+        with recursive lane as (
+            select t.type collate "C" as type, '' collate "C" as lane from unnest(p_types) as t (type)
+            union all
+            select l.type, n.lane from lane l, lateral (
+                select j.lane from reactor.jobs j
+                where j.type = l.type and j.lane > l.lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                order by j.lane limit 1) n
+        )
+        select l.type, l.lane from lane l where l.lane <> ''
+    loop
+        v_room := coalesce((p_lanes -> v_type -> v_lane ->> 'room')::int, p_limits[array_position(p_types, v_type)]);
+        continue when v_room <= 0;
+        v_after := coalesce(p_lanes -> v_type -> v_lane ->> 'after', '');
+        -- Equal shares of the tenants that wait, from the one after v_after on and around. Passes over what runs already under
+        -- the same key, and twins of suspects. Costs what it returns, not what waits.
+        with recursive turn as (  -- a loose index scan: one probe a tenant, and only as far as it is read
+            select v_after collate "C" as tenant_id, false as is_around, false as is_waiting
+            union all
+            select n.tenant_id, n.is_around, true from turn t, lateral (
+                (select j.tenant_id, t.is_around from reactor.jobs j
+                 where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                    and j.tenant_id > t.tenant_id and j.tenant_id <= case when t.is_around then v_after else repeat(chr(1114111), 201) end
+                 order by j.tenant_id limit 1)
+                union all
+                (select j.tenant_id, true from reactor.jobs j
+                 where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                    and j.tenant_id <= v_after and not t.is_around
+                 order by j.tenant_id limit 1)
+                limit 1
+            ) n
+        ), share as materialized (
+            select ceil(v_room::float8 / greatest(count(*), 1))::int as jobs from (select from turn where is_waiting limit v_room) t
+        ), picked as (
+            select d.* from turn t cross join share, lateral (
+                select j.id, (select 1 from reactor.jobs t
+                    where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
+                        and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null as has_twin
+                from reactor.jobs j
+                where j.type = v_type and j.lane = v_lane and j.tenant_id = t.tenant_id
+                    and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after <= p_now
+                    -- Scalar, so that each is a probe of its index and never a join with all that runs.
                     and (j.dedupe_key is null or (select 1 from reactor.jobs r
                         where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
-                order by j.run_after, j.id limit 1 for update skip locked);
-        end if;
-        v_lane := '';
-        loop
-            select j.lane into v_lane from reactor.jobs j
-            where j.type = p_types[i] and j.lane > v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-            order by j.lane limit 1;
-            exit when not found;
-            v_room := coalesce((p_lanes -> p_types[i] -> v_lane ->> 'room')::int, p_limits[i]);
-            if v_room > 0 then
-                v_picked := v_picked || reactor.pick_jobs(p_types[i], v_lane, v_room,
-                    coalesce(p_lanes -> p_types[i] -> v_lane ->> 'after', ''), v_suspects, p_now);
-            end if;
-        end loop;
+                    and (v_type <> all (v_suspects) or (select 1 from reactor.jobs s
+                        where s.is_suspect and s.status in ('pending', 'failed') and s.type = j.type and s.tenant_id = j.tenant_id
+                            and s.dedupe_key = j.dedupe_key limit 1) is null)
+                order by j.run_after, j.id limit share.jobs for update of j skip locked
+            ) d
+            where t.is_waiting limit v_room
+        )
+        select array_agg(p.id), coalesce(bool_or(p.has_twin), false) into v_more, v_twins from picked p;
+        v_picked := v_picked || v_more;
+        v_has_twins := v_has_twins or v_twins;
     end loop;
     if v_picked = '{}' then
         return;
     end if;
-    -- A server that crashes may forget a claim that has just been made: the job is due again, and its token fences the one
-    -- who still runs it. What that one notes or settles waits for the disk, and so for the claim before it.
-    perform set_config('synchronous_commit', 'off', true);
-    if exists (
-        select from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id
-        where (select 1 from reactor.jobs t
-            where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
-                and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null
-    ) then
+    if v_has_twins then
         with picked as materialized (
             select j.id, j.tenant_id, j.type, j.dedupe_key, greatest(j.id, j.version) as version, j.is_suspect
             from unnest(v_picked) p (id) join reactor.jobs j on j.id = p.id

@@ -118,7 +118,6 @@ $$;
 -- Opens and closes the alerts of what stands still: types with a job due for longer than p_stuck (nobody handles it, or
 -- too much waits), lanes whose dependency has been away for long (p_away; p_well are in order), hosts with a reactor that
 -- has heard no notifications for long (p_is_deaf, p_reason). Returns what is news.
-drop function if exists reactor.check_health(text, text, text[], text[], interval);
 create or replace function reactor.check_health(
     p_name text, p_host text, p_listener text, p_reason text, p_is_deaf boolean, p_away text[], p_well text[], p_stuck interval,
     p_until interval
