@@ -208,6 +208,7 @@ declare
     v_token constant uuid := gen_random_uuid();
     v_is_late boolean;
     v_suspects text[];       -- types with some
+    v_ready bigint[];        -- the first two that wait, to tell none and one from many
     v_type text;
     v_lane text;
     v_room int;
@@ -224,8 +225,13 @@ begin
     perform pg_advisory_xact_lock('reactor.jobs'::regclass::oid::int, 1), set_config('synchronous_commit', 'off', true);
     p_now := coalesce(p_now, clock_timestamp());  -- now that it is our turn
     select exists (select from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now),
-        array(select distinct j.type from reactor.jobs j where j.is_suspect and j.status in ('pending', 'failed') and j.type = any (p_types))
-    into v_is_late, v_suspects;
+        array(select distinct j.type from reactor.jobs j where j.is_suspect and j.status in ('pending', 'failed') and j.type = any (p_types)),
+        array(select j.id from reactor.jobs j
+            where j.type = any (p_types) and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect limit 2)
+    into v_is_late, v_suspects, v_ready;
+    if v_ready = '{}' and v_suspects = '{}' and not v_is_late then
+        return;
+    end if;
     if v_is_late then
         update reactor.jobs j set updated_at = p_now where j.id = any (array(
             select j.id from reactor.jobs j where j.status in ('pending', 'failed') and j.run_after > j.updated_at and j.run_after <= p_now
@@ -242,61 +248,75 @@ begin
                     where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
             order by j.run_after, j.id limit 1 for update skip locked);
     end loop;
-    for v_type, v_lane in
-        with recursive lane as (
-            select t.type collate "C" as type, '' collate "C" as lane from unnest(p_types) as t (type)
-            union all
-            select l.type, n.lane from lane l, lateral (
-                select j.lane from reactor.jobs j
-                where j.type = l.type and j.lane > l.lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-                order by j.lane limit 1) n
-        )
-        select l.type, l.lane from lane l where l.lane <> ''
-    loop
-        v_room := coalesce((p_lanes -> v_type -> v_lane ->> 'room')::int, p_limits[array_position(p_types, v_type)]);
-        continue when v_room <= 0;
-        v_after := coalesce(p_lanes -> v_type -> v_lane ->> 'after', '');
-        -- Equal shares of the tenants that wait, from the one after v_after on and around. Passes over what runs already under
-        -- the same key, and twins of suspects. Costs what it returns, not what waits.
-        with recursive turn as (  -- a loose index scan: one probe a tenant, and only as far as it is read
-            select v_after collate "C" as tenant_id, false as is_around, false as is_waiting
-            union all
-            select n.tenant_id, n.is_around, true from turn t, lateral (
-                (select j.tenant_id, t.is_around from reactor.jobs j
-                 where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-                    and j.tenant_id > t.tenant_id and j.tenant_id <= case when t.is_around then v_after else repeat(chr(1114111), 201) end
-                 order by j.tenant_id limit 1)
+    if cardinality(v_ready) = 1 and v_suspects = '{}' and not v_is_late then  -- a quiet queue: no turns to take
+        select array[j.id], (select 1 from reactor.jobs t
+            where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
+                and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null
+        into v_picked, v_has_twins
+        from reactor.jobs j
+        where j.id = v_ready[1] and j.status in ('pending', 'failed') and j.run_after <= p_now
+            and coalesce((p_lanes -> j.type -> j.lane ->> 'room')::int, p_limits[array_position(p_types, j.type)]) > 0
+            and (j.dedupe_key is null or (select 1 from reactor.jobs r
+                where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
+        for update of j skip locked;
+        v_picked := coalesce(v_picked, '{}');
+    else
+        for v_type, v_lane in
+            with recursive lane as (
+                select t.type collate "C" as type, '' collate "C" as lane from unnest(p_types) as t (type)
                 union all
-                (select j.tenant_id, true from reactor.jobs j
-                 where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
-                    and j.tenant_id <= v_after and not t.is_around
-                 order by j.tenant_id limit 1)
-                limit 1
-            ) n
-        ), share as materialized (
-            select ceil(v_room::float8 / greatest(count(*), 1))::int as jobs from (select from turn where is_waiting limit v_room) t
-        ), picked as (
-            select d.* from turn t cross join share, lateral (
-                select j.id, (select 1 from reactor.jobs t
-                    where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
-                        and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null as has_twin
-                from reactor.jobs j
-                where j.type = v_type and j.lane = v_lane and j.tenant_id = t.tenant_id
-                    and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after <= p_now
-                    -- Scalar, so that each is a probe of its index and never a join with all that runs.
-                    and (j.dedupe_key is null or (select 1 from reactor.jobs r
-                        where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
-                    and (v_type <> all (v_suspects) or (select 1 from reactor.jobs s
-                        where s.is_suspect and s.status in ('pending', 'failed') and s.type = j.type and s.tenant_id = j.tenant_id
-                            and s.dedupe_key = j.dedupe_key limit 1) is null)
-                order by j.run_after, j.id limit share.jobs for update of j skip locked
-            ) d
-            where t.is_waiting limit v_room
-        )
-        select array_agg(p.id), coalesce(bool_or(p.has_twin), false) into v_more, v_twins from picked p;
-        v_picked := v_picked || v_more;
-        v_has_twins := v_has_twins or v_twins;
-    end loop;
+                select l.type, n.lane from lane l, lateral (
+                    select j.lane from reactor.jobs j
+                    where j.type = l.type and j.lane > l.lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                    order by j.lane limit 1) n
+            )
+            select l.type, l.lane from lane l where l.lane <> ''
+        loop
+            v_room := coalesce((p_lanes -> v_type -> v_lane ->> 'room')::int, p_limits[array_position(p_types, v_type)]);
+            continue when v_room <= 0;
+            v_after := coalesce(p_lanes -> v_type -> v_lane ->> 'after', '');
+            -- Equal shares of the tenants that wait, from the one after v_after on and around. Passes over what runs already under
+            -- the same key, and twins of suspects. Costs what it returns, not what waits.
+            with recursive turn as (  -- a loose index scan: one probe a tenant, and only as far as it is read
+                select v_after collate "C" as tenant_id, false as is_around, false as is_waiting
+                union all
+                select n.tenant_id, n.is_around, true from turn t, lateral (
+                    (select j.tenant_id, t.is_around from reactor.jobs j
+                     where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                        and j.tenant_id > t.tenant_id and j.tenant_id <= case when t.is_around then v_after else repeat(chr(1114111), 201) end
+                     order by j.tenant_id limit 1)
+                    union all
+                    (select j.tenant_id, true from reactor.jobs j
+                     where j.type = v_type and j.lane = v_lane and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect
+                        and j.tenant_id <= v_after and not t.is_around
+                     order by j.tenant_id limit 1)
+                    limit 1
+                ) n
+            ), share as materialized (
+                select ceil(v_room::float8 / greatest(count(*), 1))::int as jobs from (select from turn where is_waiting limit v_room) t
+            ), picked as (
+                select d.* from turn t cross join share, lateral (
+                    select j.id, (select 1 from reactor.jobs t
+                        where t.tenant_id = j.tenant_id and t.type = j.type and t.dedupe_key = j.dedupe_key and t.id <> j.id
+                            and t.status in ('pending', 'failed') and t.dedupe_key is not null limit 1) is not null as has_twin
+                    from reactor.jobs j
+                    where j.type = v_type and j.lane = v_lane and j.tenant_id = t.tenant_id
+                        and j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after <= p_now
+                        -- Scalar, so that each is a probe of its index and never a join with all that runs.
+                        and (j.dedupe_key is null or (select 1 from reactor.jobs r
+                            where r.status = 'running' and r.tenant_id = j.tenant_id and r.type = j.type and r.dedupe_key = j.dedupe_key limit 1) is null)
+                        and (v_type <> all (v_suspects) or (select 1 from reactor.jobs s
+                            where s.is_suspect and s.status in ('pending', 'failed') and s.type = j.type and s.tenant_id = j.tenant_id
+                                and s.dedupe_key = j.dedupe_key limit 1) is null)
+                    order by j.run_after, j.id limit share.jobs for update of j skip locked
+                ) d
+                where t.is_waiting limit v_room
+            )
+            select array_agg(p.id), coalesce(bool_or(p.has_twin), false) into v_more, v_twins from picked p;
+            v_picked := v_picked || v_more;
+            v_has_twins := v_has_twins or v_twins;
+        end loop;
+    end if;
     if v_picked = '{}' then
         return;
     end if;
