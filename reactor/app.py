@@ -67,6 +67,9 @@ async def run(settings: Settings, dsn: str) -> None:
                 raise exc from None
         raise
     log.info("stopped")
+    if workers and workers[0].hangs:  # the event loop would wait for its tasks for ever
+        sys.stdout.flush()
+        os._exit(0)
 
 
 async def _stop_on_signal(workers: list[Worker], scope: anyio.CancelScope, log: Log) -> None:

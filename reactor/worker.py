@@ -172,6 +172,11 @@ class Worker:
                 await self._settled.wait()
             upkeep.cancel_scope.cancel()
 
+    @property
+    def hangs(self) -> bool:
+        """Whether, after `run`, a call goes on that swallowed being cancelled; its jobs are left to their leases."""
+        return bool(self._calls)
+
     async def _wait_for_calls(self, longest_s: float) -> None:
         if self._calls:
             await asyncio.wait(self._calls, timeout=longest_s)

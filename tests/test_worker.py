@@ -419,6 +419,25 @@ class TestStopping:
         assert "Traceback" not in output.text
         assert output.named("stopped_at_once")[0]["signal"] == "SIGINT"
 
+    async def test_a_handler_that_swallows_being_cancelled_does_not_hold_up_the_end(self, conn, dsn, tmp_path):
+        (tmp_path / "stubborn.py").write_text(
+            "import anyio\n\n\nasync def stubborn(job):\n    while True:\n        try:\n"
+            "            await anyio.sleep(1)\n        except BaseException:\n            pass\n\n\nHANDLERS = {'stubborn': stubborn}\n"
+        )
+        await conn.execute("select reactor.enqueue('stubborn', '{}', 'acme')")
+        async with (
+            voyage_stub() as stub,
+            reactor_of(dsn, stub, REACTOR_DRAIN_S="1", REACTOR_HANDLERS=str(tmp_path)) as output,
+        ):
+            await eventually(lambda: conn.fetchval("select exists (select from reactor.jobs where status = 'running')"))
+            output.process.send_signal(signal.SIGTERM)
+            await output.exited()
+
+        assert output.named("handlers_hang")[0]["calls"] == 1
+        assert (
+            await conn.fetchval("select status from reactor.jobs where type = 'stubborn'") == "running"
+        )  # its lease ends
+
     async def test_a_frozen_postgres_does_not_hold_up_the_end(self, conn, dsn):
         answer = anyio.Event()
         async with voyage_stub() as stub, wire_to(dsn) as wire:
@@ -507,7 +526,10 @@ MISBEHAVIOURS = {
     "a delay that is text": (raising(Unavailable("busy", retry_after_s="120")), "pending: snoozed"),
     "a delay that is no number": (ending(Failed("busy", "", float("nan"))), "failed: busy"),
     "a delay without end": (ending(Failed("busy", "", float("inf"))), "failed: busy"),
-    "a delay before now": (ending(Failed("busy", "", -1e300)), "failed: busy"),
+    "a delay before now": (
+        ending(Failed("busy", "", -1e300)),
+        ("failed: busy", "dead: busy"),
+    ),  # at once, until the last
     "an outcome that is none": (ending("done"), "failed: outcome"),
     "a result that refers to itself": (refers_to_itself, ": "),
     "a result that is too deep": (returns_what_is_too_deep, ": "),
