@@ -136,7 +136,7 @@ class Handler:
             signature names of the resources. It returns None or a dict (done, kept as `result`) or a `Snooze`;
             raises `Unavailable` (snoozed, no attempt spent), `Permanent` (dead), anything else (failed, tried again).
         batch: The most jobs handed over in one call.
-        concurrency: The most calls at once in one lane of one reactor.
+        concurrency: The most calls at once in one lane of one reactor; of types that share a lane, the smallest counts.
         lane: Jobs of one lane share these places and their fate: one that is slow, full or away does not touch
             another. The lane given to `enqueue`, else this one, else the type's own name.
         timeout_s: A call that takes longer is cancelled and fails.
