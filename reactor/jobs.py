@@ -234,15 +234,6 @@ def _storable(result: dict[str, Any]) -> dict[str, Any]:
     return storable
 
 
-async def hold_claims(conn: Connection, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs whose claim still holds, locked until the transaction of `conn` ends; write nothing for the others."""
-    rows = await conn.fetch(
-        "select * from reactor.hold_claims($1, $2)", [job.id for job in jobs], [job.claim_token for job in jobs]
-    )
-    held = {row[0] for row in rows}
-    return [job for job in jobs if job.id in held]
-
-
 async def complete_jobs(conn: Connection, results: Sequence[tuple[Job, dict[str, Any] | None]]) -> list[int]:
     """Settle jobs as done in the handler's own transaction, their claims locked until it ends; the ids of those held.
 

@@ -51,7 +51,7 @@ begin
             alter lane type text collate "C", add check (lane <> ''), alter dedupe_key type text collate "C",
             add snoozed_since timestamptz, add history jsonb;
         drop function reactor.next_due_s(text[]), reactor.complete_jobs(bigint[], uuid[], jsonb[]), reactor.release_expired_jobs(timestamptz),
-            reactor.claim_jobs(text[], int[], text, interval, int[], timestamptz),
+            reactor.hold_claims(bigint[], uuid[]), reactor.claim_jobs(text[], int[], text, interval, int[], timestamptz),
             reactor.settle_jobs(bigint[], uuid[], text[], jsonb[], text[], float8[], timestamptz);
     end if;
 end
@@ -407,7 +407,8 @@ begin
 end
 $$;
 
--- Marks held jobs done, in the caller's transaction; returns the ids of those whose claim still held.
+-- Marks jobs done, in the caller's transaction; returns the ids of those whose claim still held. A handler's write stands
+-- in one transaction with this check.
 create or replace function reactor.complete_jobs(
     p_ids bigint[], p_tokens uuid[], p_results jsonb[], p_now timestamptz default clock_timestamp()
 ) returns setof bigint
@@ -578,17 +579,6 @@ as $$
         join unnest($1, $2) as held (id, token) on h.id = held.id and h.claim_token = held.token
         for update of h skip locked)
     returning j.id
-$$;
-
--- Locks the given jobs until the transaction ends and returns the ids of those whose claim still holds: a handler's
--- write stands in one transaction with this check.
-create or replace function reactor.hold_claims(p_ids bigint[], p_tokens uuid[]) returns setof bigint
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
-    select j.id from reactor.jobs j
-    join unnest($1, $2) as held (id, token) on j.id = held.id and j.claim_token = held.token
-    order by j.id for update of j
 $$;
 
 -- Merges a note into a running job; false when the claim has passed to another worker.

@@ -35,7 +35,7 @@ begin
             grant select, insert, update, delete on reactor.memories to %1$I;
             grant select, insert on reactor.notes to %1$I;
             grant execute on function reactor.scope, reactor.worker_role, reactor.enter_tenant, reactor.leave_tenant, reactor.fold,
-                reactor.json_text, reactor.clean_json, reactor.hold_claims, reactor.complete_jobs, reactor.source_rows, reactor.source_ids,
+                reactor.json_text, reactor.clean_json, reactor.complete_jobs, reactor.source_rows, reactor.source_ids,
                 reactor.is_readable, reactor.replace_memories, reactor.remove_truncated, reactor.move_version, reactor.model_of,
                 reactor.question, reactor.hidden_memories, reactor.find_memories, reactor.recent_memories, reactor.recall,
                 reactor.search, reactor.search_by_embedding, reactor.recent to %1$I;

@@ -21,7 +21,7 @@ import reactor
 from reactor import db
 from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, Snooze
-from reactor.jobs import Ahead, Ending, Jobs, complete_jobs, hold_claims
+from reactor.jobs import Ahead, Ending, Jobs, complete_jobs
 
 LEASE = timedelta(seconds=30)
 
@@ -524,7 +524,7 @@ class TestTwoReactors:
         claimed = sorted(await jobs.claim({"work": 10}), key=lambda job: job.id)
 
         async with pool.acquire() as handler, handler.transaction():
-            await hold_claims(handler, claimed[:1])
+            await complete_jobs(handler, [(claimed[0], None)])
             with anyio.fail_after(10):
                 extended = await jobs.extend(claimed)
 
@@ -604,8 +604,8 @@ class TestIsolation:
             while claimed := await jobs.claim({"work": 11}):
                 await jobs.extend(claimed)
                 async with reactor.tenant(pool, "acme") as c:
-                    await hold_claims(c, claimed[:3])
-                await jobs.settle([(job, Done()) for job in claimed])
+                    await complete_jobs(c, [(job, None) for job in claimed[:3]])
+                await jobs.settle([(job, Done()) for job in claimed[3:]])
 
         with anyio.fail_after(60):
             async with (
@@ -666,7 +666,7 @@ class TestTimers:
         await conn.execute("update reactor.jobs set lease_until = now() - interval '1 s'")
 
         async with pool.acquire() as handler, handler.transaction():
-            await hold_claims(handler, claimed)
+            await complete_jobs(handler, [(job, None) for job in claimed])
             released = await jobs.release_expired()
             ahead = await jobs.look_ahead(["work"])
 
@@ -729,7 +729,7 @@ class TestLeases:
 
         assert await self.claim_at(conn, datetime.now(UTC) + timedelta(minutes=30)) == []
 
-    async def test_a_late_worker_can_neither_settle_nor_extend_nor_hold_nor_note_nor_complete(self, conn, jobs, pool):
+    async def test_a_late_worker_can_neither_settle_nor_extend_nor_note_nor_complete(self, conn, jobs, pool):
         await enqueue(conn)
         [late] = await jobs.claim({"work": 1})
         await self.claim_at(conn, datetime.now(UTC) + timedelta(seconds=40))
@@ -741,13 +741,12 @@ class TestLeases:
         ]
         extended = await jobs.extend([late])
         async with pool.acquire() as c, c.transaction():
-            held = await hold_claims(c, [late])
             completed = await complete_jobs(c, [(late, {"late": True})])
         with pytest.raises(StaleClaim):
             await late.note({"step": 1})
 
         assert settled == [{late.id: Ending(None)}] * 4
-        assert (extended, held, completed) == (set(), [], [])
+        assert (extended, completed) == (set(), [])
         assert await row(conn, late.id) == before
         assert await ended_by_minute(conn) == (0, 0)
 

@@ -237,7 +237,9 @@ BEFORE_LANES = """
     create index jobs_suspects on reactor.jobs (type, run_after, id) where is_suspect and status in ('pending', 'failed');
     create index jobs_dead on reactor.jobs (tenant_id, type, dedupe_key) where status = 'dead';
     call reactor.protect('reactor.jobs', 'queue');
-    drop function reactor.claim_jobs, reactor.settle_jobs, reactor.release_expired_jobs, reactor.look_ahead;
+    drop function reactor.claim_jobs, reactor.settle_jobs, reactor.complete_jobs, reactor.release_expired_jobs, reactor.look_ahead;
+    create function reactor.complete_jobs(p_ids bigint[], p_tokens uuid[], p_results jsonb[]) returns setof bigint language sql as 'select 1::bigint';
+    create function reactor.hold_claims(p_ids bigint[], p_tokens uuid[]) returns setof bigint language sql as 'select 1::bigint';
     create function reactor.claim_jobs(p_types text[], p_limits int[], p_worker text, p_lease interval, p_max_attempts int[] default null,
         p_now timestamptz default null) returns setof reactor.jobs language sql as 'select * from reactor.jobs';
     create function reactor.settle_jobs(p_ids bigint[], p_tokens uuid[], p_endings text[], p_results jsonb[] default null,

@@ -386,7 +386,10 @@ async def test_a_producer_beside_a_reactor_frozen_in_mid_batch_does_not_wait(ite
     source = claimed[0]["payload"]["source"]
     await frozen.execute("select reactor.enter_tenant('acme')")
     held = await frozen.fetch(
-        "select reactor.hold_claims($1, $2)", [j["id"] for j in claimed], [j["claim_token"] for j in claimed]
+        "select reactor.complete_jobs($1, $2, $3)",
+        [j["id"] for j in claimed],
+        [j["claim_token"] for j in claimed],
+        [None] * len(claimed),
     )
     current = await frozen.fetch("select * from reactor.source_rows($1, 'acme', '{1,2,3}')", source)
     await frozen.execute(
