@@ -366,9 +366,7 @@ async def heard_everything(memory, conn):
 async def deaf(server, conn):
     """Nobody listens, nor can connect, in this block."""
     database = await conn.fetchval("select current_database()")
-    listener = (
-        "select pid from pg_stat_activity where datname = current_database() and application_name = 'memory-reactor reader listener'"
-    )
+    listener = "select pid from pg_stat_activity where datname = current_database() and application_name = 'memory-reactor reader listener'"
     server.psql(server.superuser, f"alter database {database} allow_connections false")
     assert await conn.fetchval(f"select count(pg_terminate_backend(pid)) from ({listener}) l") > 0
     await eventually(lambda: conn.fetchval(f"select not exists ({listener})"))
