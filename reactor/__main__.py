@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from io import TextIOWrapper
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import anyio
@@ -20,6 +19,9 @@ from reactor import db, log
 from reactor.errors import Misuse, Unavailable
 from reactor.settings import Settings, load_settings
 
+if TYPE_CHECKING:
+    from reactor.memory import Hits, Memory
+
 app = typer.Typer(
     name="reactor",
     help="Memory for AI content pipelines that live in Postgres: rows go in, recall comes out.",
@@ -29,8 +31,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise Misuse(f"--metadata is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise Misuse("--metadata is not a JSON object")
+    return value
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Only this kind (post, chat, note, ...); repeats.")]
+Metadata = Annotated[
+    dict[str, Any] | None,
+    typer.Option(parser=_metadata, metavar="JSON", help='Only what contains this, e.g. \'{"campanha": "natal"}\'.'),
+]
 T = TypeVar("T")
 
 # What a wrong mapping raises in attach: the caller's words are off.
@@ -317,24 +335,16 @@ def search(
     until: Annotated[
         datetime | None, typer.Option(parser=_instant, metavar="ISO", help="Only before this instant.")
     ] = None,
-    metadata: Annotated[
-        str | None, typer.Option(help='Only what contains this JSON, e.g. \'{"campanha": "natal"}\'.')
-    ] = None,
+    metadata: Metadata = None,
     as_json: Json = False,
 ) -> None:
     """The tenant's memories nearest to a question, best first."""
-    contained = _metadata(metadata)
 
-    async def work(settings: Settings, dsn: str) -> None:
-        from reactor.memory import Memory  # noqa: PLC0415
+    async def ask(memory: Memory) -> Hits:
+        await memory.warm()
+        return await memory.search(tenant, query, k, kinds=kinds, since=since, until=until, metadata=metadata)
 
-        async with Memory.open(dsn, settings=settings) as memory:
-            await memory.warm()
-            with _words_of_the_caller():
-                hits = await memory.search(tenant, query, k, kinds=kinds, since=since, until=until, metadata=contained)
-            _print_hits(hits, as_json=as_json)
-
-    _run(work)
+    _recall(ask, as_json=as_json)
 
 
 @app.command(epilog=_example("reactor recent padaria-sol -k 3 --kind post"))
@@ -342,45 +352,28 @@ def recent(
     tenant: str,
     k: Annotated[int, typer.Option("-k", help="How many, 1 to 100.")] = 10,
     kinds: Kinds = None,
-    metadata: Annotated[str | None, typer.Option(help="Only what contains this JSON.")] = None,
+    metadata: Metadata = None,
     as_json: Json = False,
 ) -> None:
     """The tenant's newest source rows. Newest first, each with its whole text."""
-    contained = _metadata(metadata)
+    _recall(lambda memory: memory.recent(tenant, k, kinds=kinds, metadata=metadata), as_json=as_json)
 
+
+def _recall(ask: Callable[[Memory], Coroutine[Any, Any, Hits]], *, as_json: bool) -> None:
     async def work(settings: Settings, dsn: str) -> None:
         from reactor.memory import Memory  # noqa: PLC0415
 
         async with Memory.open(dsn, settings=settings) as memory:
-            with _words_of_the_caller():
-                hits = await memory.recent(tenant, k, kinds=kinds, metadata=contained)
+            try:
+                hits = await ask(memory)
+            except ValueError as exc:  # what it says of a wrong argument is about the command line here
+                raise Misuse(str(exc)) from exc
             _print_hits(hits, as_json=as_json)
 
     _run(work)
 
 
-@contextmanager
-def _words_of_the_caller() -> Iterator[None]:
-    """What Memory says of a wrong argument is about the command line here."""
-    try:
-        yield
-    except ValueError as exc:
-        raise Misuse(str(exc)) from exc
-
-
-def _metadata(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as exc:
-        raise Misuse(f"--metadata is not JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise Misuse("--metadata is not a JSON object")
-    return value
-
-
-def _print_hits(hits: Any, *, as_json: bool) -> None:
+def _print_hits(hits: Hits, *, as_json: bool) -> None:
     reasons = {
         "postgres": "degraded: Postgres is out of reach, so nothing was searched",
         "deadline": "degraded: Postgres did not answer in time",
