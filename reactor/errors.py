@@ -1,5 +1,27 @@
 """Our exceptions, sorted by what the caller should do."""
 
+from __future__ import annotations
+
+import math
+import time
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+
+_LONGEST_S = 86_400.0
+
+
+def delay_s_of(named: object) -> float | None:
+    """A delay that the other side named, in seconds or as an HTTP date, within a day; None for what is neither."""
+    try:
+        seconds = float(named)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        try:
+            at = parsedate_to_datetime(str(named))
+            seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_S)
+
 
 class ReactorError(Exception):
     """Whatever this package raises on purpose."""
@@ -10,13 +32,13 @@ class Unavailable(ReactorError):
 
     Args:
         message: What is out of reach. It is logged and stored, so it quotes no text, secret or URL.
-        retry_after_s: When the dependency itself named a delay, that delay in seconds.
+        retry_after_s: When the dependency itself named a delay, that delay, or its Retry-After header as it stands.
         code: A short stable word for logs and `last_error`.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, code: str = "unavailable") -> None:
+    def __init__(self, message: str, *, retry_after_s: float | str | None = None, code: str = "unavailable") -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = delay_s_of(retry_after_s)
         self.code = code
 
 

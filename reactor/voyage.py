@@ -11,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -32,7 +30,6 @@ _REQUEST_BYTES = 100_000  # a token is at least a byte, and the strictest model 
 _LEAST_REQUEST_BYTES = 10_000  # what an account of 10,000 tokens a minute surely takes in one request
 _REQUESTS_AT_ONCE = 4
 _TIMEOUT_S = {"document": 60.0, "query": 10.0}
-_LONGEST_WAIT_S = 86_400.0
 _KEPT_VECTORS = 4096  # 16 MB
 
 _OK = 200
@@ -277,23 +274,7 @@ def _failure(exchange: _Exchange, problem: Exception | None, timeout: type[Excep
         return Permanent(f"Voyage refuses the text (HTTP {status})", code="voyage_refused")
     other = _SERVER_ERROR if status >= 500 else _BAD_ANSWER  # noqa: PLR2004 - a status says itself
     code, says = _SAYS.get(status, other)
-    retry_after_s = _retry_after_s(exchange.headers.get("Retry-After"))
-    return Unavailable(f"Voyage {says} (HTTP {status})", retry_after_s=retry_after_s, code=code)
-
-
-def _retry_after_s(header: str | None) -> float | None:
-    """Seconds from a Retry-After header, which holds seconds or an HTTP date, within 0 and 24 h; None if neither."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            at = parsedate_to_datetime(header)
-            seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return None if np.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT_S)
+    return Unavailable(f"Voyage {says} (HTTP {status})", retry_after_s=exchange.headers.get("Retry-After"), code=code)
 
 
 def _in_order(rows: Sequence[Any], order: Sequence[int], count: int) -> list[Vector]:

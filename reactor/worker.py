@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 import traceback
@@ -16,7 +15,7 @@ from pathlib import Path
 import anyio
 import asyncpg
 
-from reactor.errors import Permanent, StaleClaim, Unavailable
+from reactor.errors import Permanent, StaleClaim, Unavailable, delay_s_of
 from reactor.job import Bound, Dead, Done, Failed, Job, Outcome, Snooze
 from reactor.jobs import Ending, Jobs
 from reactor.listener import Listener, Wakeup
@@ -32,7 +31,6 @@ _POSTGRES_AWAY = (
 )
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 60.0
-_MOST_RETRY_AFTER_S = 86_400.0
 _BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
 _CROWDED_S = 0.2  # jobs wait in a full lane: producers stay silent meanwhile, also about other lanes
 _IN_FLIGHT_S = 0.002  # a silent producer is about to commit: look again, and ever more slowly
@@ -460,9 +458,8 @@ class Worker:
 
     def _open(self, lane: _Lane, batch: Sequence[Job], exc: Unavailable) -> list[Outcome]:
         """A dependency is away: its jobs snooze, and their lane rests a little longer each time."""
-        named_s = _seconds_of(exc.retry_after_s)
-        if named_s is not None:
-            delay_s = max(_FIRST_PAUSE_S, named_s)  # "at once", for ever, would spin
+        if exc.retry_after_s is not None:
+            delay_s = max(_FIRST_PAUSE_S, exc.retry_after_s)  # "at once", for ever, would spin
         else:
             longest_s = min(_FIRST_PAUSE_S * 2.0**lane.outages, _MOST_PAUSE_S)
             delay_s = longest_s * random.uniform(0.75, 1.0)  # noqa: S311  # jitter
@@ -617,19 +614,10 @@ def _code_of(exc: Exception) -> str:
     return f"{type(exc).__name__} {getattr(exc, 'sqlstate', '')}".strip()
 
 
-def _seconds_of(named: object) -> float | None:
-    """A delay that the other side named, within a day; None for what is no number, as a header may be."""
-    try:
-        seconds = float(named)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return None if math.isnan(seconds) else min(max(seconds, 0.0), _MOST_RETRY_AFTER_S)
-
-
 def _sound(outcome: object) -> Outcome:
     """What a handler set as `job.outcome`, if it is one."""
     if isinstance(outcome, Failed):
-        return replace(outcome, retry_after_s=_seconds_of(outcome.retry_after_s))
+        return replace(outcome, retry_after_s=delay_s_of(outcome.retry_after_s))
     if not isinstance(outcome, Outcome):
         return Failed("outcome", f"{type(outcome).__name__} is no way for a job to end")
     return outcome
