@@ -1,4 +1,4 @@
-"""What an embedder is, and which one the environment names.
+"""What an embedder is.
 
 Every vector is float32, of shape (1024,) and unit norm; a model with fewer dimensions is padded with zeros, which
 leaves cosines as they are. No error and no log event carries a text, a vector, a key, a URL or an answer's body.

@@ -154,13 +154,7 @@ class Jobs:
             lanes or {},
             line=self._claims,
         )
-        return [
-            Job(
-                row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9], row[10] or {}, row[11],
-                None, self,
-            )
-            for row in rows
-        ]  # fmt: skip
+        return [Job(*(*row[:10], row[10] or {}, row[11], None, self)) for row in rows]
 
     async def settle(self, endings: Sequence[tuple[Job, Outcome]]) -> dict[int, Ending]:
         """End jobs, each its own way; the answer leaves out those that are done.
