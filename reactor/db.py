@@ -31,18 +31,21 @@ else:
     OwnConnection = Connection = asyncpg.Connection
     Pool = asyncpg.Pool
 
-# What asyncpg raises when Postgres cannot be reached or is going away; a statement's own errors are not among them.
-_OUT_OF_REACH = (
-    OSError,
-    TimeoutError,
+# What asyncpg raises when Postgres is going away; a statement's own errors are not among them.
+GOING_AWAY = (
     asyncpg.PostgresConnectionError,
     asyncpg.CannotConnectNowError,
     asyncpg.TooManyConnectionsError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
+    asyncpg.InternalClientError,
+)
+_OUT_OF_REACH = (
+    *GOING_AWAY,
+    OSError,
+    TimeoutError,
     asyncpg.InvalidAuthorizationSpecificationError,  # wrong password or role
     asyncpg.InvalidCatalogNameError,  # the database does not exist (yet)
-    asyncpg.InternalClientError,
     asyncpg.ProtocolViolationError,  # how a pooler says that it lost its server
 )
 

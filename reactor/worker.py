@@ -15,20 +15,13 @@ from pathlib import Path
 import anyio
 import asyncpg
 
+from reactor.db import GOING_AWAY
 from reactor.errors import Permanent, StaleClaim, Unavailable, delay_s_of
 from reactor.job import Bound, Dead, Done, Failed, Job, Outcome, Snooze
 from reactor.jobs import Ending, Jobs
 from reactor.listener import Listener, Wakeup
 from reactor.log import Log
 
-_POSTGRES_AWAY = (
-    asyncpg.PostgresConnectionError,
-    asyncpg.CannotConnectNowError,
-    asyncpg.TooManyConnectionsError,
-    asyncpg.AdminShutdownError,
-    asyncpg.CrashShutdownError,
-    asyncpg.InternalClientError,
-)
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 60.0
 _BLOCKED_S = 0.5  # a due job whose twin runs in another reactor: nobody will ring for it
@@ -349,23 +342,19 @@ class Worker:
 
     def _start(self, claimed: Sequence[Job]) -> None:
         together: dict[tuple[str, str], list[Job]] = {}
-        tenants: dict[tuple[str, str], set[str]] = {}
         for job in claimed:
             self._running[job.id] = job
-            stream = job.type, job.lane
-            tenants.setdefault(stream, set()).add(job.tenant_id)
-            if job.is_suspect:
+            if job.is_suspect:  # out of turn
                 self._start_call([job])
             else:
-                together.setdefault(stream, []).append(job)
-        for (type_, _), jobs in together.items():
+                together.setdefault((job.type, job.lane), []).append(job)
+        for (type_, lane), jobs in together.items():
             batch = self._handlers[type_].spec.batch
             for start in range(0, len(jobs), batch):
                 self._start_call(jobs[start : start + batch])
-        for (type_, lane), served in tenants.items():
-            stream_ = self._streams[type_][lane]
-            around = {tenant for tenant in served if tenant <= stream_.after}
-            stream_.after = max(around or served)
+            stream = self._streams[type_][lane]
+            served = {job.tenant_id for job in jobs}
+            stream.after = max({tenant for tenant in served if tenant <= stream.after} or served)
 
     def _start_call(self, batch: list[Job]) -> None:
         lane = self._stream_of(batch[0].type, batch[0].lane).lane
@@ -597,7 +586,7 @@ def _is_postgres_away(exc: BaseException) -> bool:
     if isinstance(exc, OSError) and not isinstance(exc, TimeoutError):  # some file's or service's, or asyncpg's
         frames = traceback.extract_tb(exc.__traceback__)
         return any(Path(asyncpg.__file__).parent in Path(frame.filename).parents for frame in frames)
-    return isinstance(exc, _POSTGRES_AWAY)
+    return isinstance(exc, GOING_AWAY)
 
 
 def _leaves_of(exc: BaseException) -> Iterator[BaseException]:
