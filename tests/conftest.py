@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import contextlib
+import inspect
 import io
 import itertools
 import json
@@ -188,10 +189,12 @@ async def drained(conn: asyncpg.Connection, *, timeout_s: float = 60.0) -> None:
 
 
 async def eventually(check: Callable[[], object], *, timeout_s: float = 30.0) -> object:
-    """The first true answer of `await check()`."""
+    """The first true answer of `check()`, which may be awaitable."""
     with anyio.fail_after(timeout_s):
         while True:
-            answer = await check()
+            answer = check()
+            if inspect.isawaitable(answer):
+                answer = await answer
             if answer:
                 return answer
             await anyio.sleep(0.02)

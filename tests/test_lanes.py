@@ -21,17 +21,6 @@ async def enqueue(conn, type_="work", *, lane=None, tenant="acme", n=0):
     return await conn.fetchval("select reactor.enqueue($1, $2, $3, lane => $4)", type_, {"n": n}, tenant, lane)
 
 
-async def true(value):
-    return value
-
-
-def until(check):
-    async def ask():
-        return check()
-
-    return eventually(ask)
-
-
 class Places:
     """A handler that holds its place until released, and knows how many did so at once."""
 
@@ -66,7 +55,7 @@ class TestPlaces:
             ):
                 await enqueue(conn, type_, lane=lane, n=n)
                 worker._wakeup.ring()
-            await until(lambda: len(lanes) == 4)
+            await eventually(lambda: len(lanes) == 4)
             away, _ = worker.lanes(-1)
 
         assert sorted(away) == ["given", "given2", "plain", "search"]
@@ -77,7 +66,7 @@ class TestPlaces:
             for n in range(5):
                 await enqueue(conn, lane=lane, n=n)
         async with working(pool, {"work": Handler(places.__call__, concurrency=2)}):
-            await until(lambda: places.inside["all"] == 6)
+            await eventually(lambda: places.inside["all"] == 6)
             running = await conn.fetch("select lane from reactor.jobs where status = 'running'")
             places.release.set()
             await drained(conn)
@@ -97,7 +86,7 @@ class TestPlaces:
         for n in range(50):
             await enqueue(conn, lane="slow", n=n)
         async with working(pool, {"work": Handler(work, concurrency=2), "quick": quick}, poll_s=60):
-            await until(lambda: slow.inside["slow"] == 2)
+            await eventually(lambda: slow.inside["slow"] == 2)
             # Nobody rings: producers are silent while a lane is full.
             ids = [await enqueue(conn, lane="fast"), await enqueue(conn), await enqueue(conn, "quick")]
             rows = await ended(conn, *ids)
@@ -115,7 +104,7 @@ class TestPlaces:
             for type_, lane in (("a", None), ("b", None), ("a", "shared"))
         ]
         async with working(pool, {"a": handler, "b": handler}, lease_s=1) as worker:
-            await until(lambda: places.inside["all"] == 3)
+            await eventually(lambda: places.inside["all"] == 3)
             waiting = "select min(lease_until) > now() and count(*) > 3 from reactor.jobs where status = 'running'"
             assert await conn.fetchval(waiting)  # the others were claimed, and wait for a place
             claimed_at = await conn.fetchval("select max(locked_at) from reactor.jobs")
@@ -163,7 +152,7 @@ class TestPlaces:
         async with working(pool, {"work": work}, poll_s=0.1) as worker:
             ids = [await enqueue(conn, lane=f"post-{n}") for n in range(50)]
             await ended(conn, *ids)
-            await until(lambda: set(worker._lanes) == {"work"})
+            await eventually(lambda: set(worker._lanes) == {"work"})
 
     @settings(max_examples=12, deadline=None)
     @given(
@@ -234,11 +223,11 @@ class TestBreaker:
         for n in range(8):
             await enqueue(conn, lane="instagram", n=n)
         async with working(pool, {"work": Handler(work, concurrency=4)}) as worker:
-            await until(lambda: calls)
+            await eventually(lambda: calls)
             fine = [await enqueue(conn, lane="facebook", n=n) for n in range(4)]
             worker._wakeup.ring()
             assert {job["status"] for job in await ended(conn, *fine)} == {"done"}
-            await until(lambda: sum(lane == "instagram" for lane, _ in calls) >= 3)  # two probes failed
+            await eventually(lambda: sum(lane == "instagram" for lane, _ in calls) >= 3)  # two probes failed
             away = False
             await eventually(
                 lambda: conn.fetchval("select not exists (select from reactor.jobs where status <> 'done')")
@@ -276,7 +265,7 @@ class TestBreaker:
                 "update reactor.jobs set is_suspect = true where id in (select id from reactor.jobs where type = 'b' limit 1)"
             )
             worker._wakeup.ring()
-            await until(lambda: probes)
+            await eventually(lambda: probes)
             looked = await conn.fetchval("select clock_timestamp()")
             await eventually(
                 lambda: conn.fetchval("select clock_timestamp() > $1::timestamptz + interval '0.6 s'", looked)
@@ -302,7 +291,7 @@ class TestBreaker:
         for n in range(3):
             await enqueue(conn, n=n)
         async with working(pool, {"work": Handler(work, concurrency=1)}):
-            await until(lambda: len(at) == 4)
+            await eventually(lambda: len(at) == 4)
 
         rests = [after - before for before, after in pairwise(at)]
         assert rests[0] >= 0.37
@@ -320,7 +309,7 @@ class TestBreaker:
 
         ids = [await enqueue(conn, n=n) for n in range(3)]
         async with working(pool, {"work": Handler(work, concurrency=1)}, poll_s=0.1):
-            await until(lambda: calls)
+            await eventually(lambda: calls)
             first = await eventually(
                 lambda: conn.fetchrow(
                     "select run_after - updated_at as rest, attempts from reactor.jobs where last_error is not null"

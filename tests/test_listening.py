@@ -54,13 +54,13 @@ class Ear:
 
     async def was(self, *, ready=0, lost=0):
         """Return once it was ready and lost so often."""
-        await until(lambda: self.ready >= ready and self.lost >= lost)
+        await eventually(lambda: self.ready >= ready and self.lost >= lost)
 
     async def hears(self, conn):
         """Return once it hears a ring of `conn`'s."""
         self.heard.clear()
         await conn.execute("select pg_notify('reactor_wake', '')")
-        await until(lambda: self.heard)
+        await eventually(lambda: self.heard)
 
 
 @asynccontextmanager
@@ -74,13 +74,6 @@ async def listening(dsn, *, ready=1, **options):
         tasks.cancel_scope.cancel()
 
 
-async def until(check):
-    async def ask():
-        return check()
-
-    await eventually(ask)
-
-
 async def says(conn, state):
     """Return once `reactor status` says so."""
     await eventually(lambda: conn.fetchval("select reactor.status()->>'listener' = $1", state))
@@ -90,7 +83,7 @@ class TestListener:
     async def test_what_is_sent_on_each_channel_is_heard_with_its_payload(self, conn, dsn):
         async with listening(dsn, channels=("reactor_wake", "reactor_versions")) as ear:
             await conn.execute("select pg_notify('reactor_wake', ''), pg_notify('reactor_versions', 'abc:1')")
-            await until(lambda: len(ear.heard) == 2)
+            await eventually(lambda: len(ear.heard) == 2)
 
         assert set(ear.heard) == {("reactor_wake", ""), ("reactor_versions", "abc:1")}
 
@@ -141,7 +134,7 @@ class TestListener:
         async with proxy_to(dsn) as proxy:
             proxy.refuses = sqlstate
             async with listening(proxy.dsn, ready=0) as ear:
-                await until(lambda: len(proxy.attempts) >= 3)
+                await eventually(lambda: len(proxy.attempts) >= 3)
                 assert ear.listener.state == "down"
                 proxy.refuses = None
                 await ear.was(ready=1)
@@ -155,7 +148,7 @@ class TestListener:
         async with proxy_to(dsn) as proxy, proxy_to(dsn) as beside:
             proxy.refuses = beside.refuses = "57P03"
             async with listening(proxy.dsn, ready=0) as ear, listening(beside.dsn, ready=0):
-                await until(lambda: min(len(proxy.attempts), len(beside.attempts)) >= 6)
+                await eventually(lambda: min(len(proxy.attempts), len(beside.attempts)) >= 6)
                 gaps, others = [
                     [after - before for before, after in zip(p.attempts, p.attempts[1:], strict=False)]
                     for p in (proxy, beside)
@@ -177,7 +170,7 @@ class TestListener:
 
             proxy.refuses, proxy.refuses_if = "", cut_at_the_second
             async with listening(proxy.dsn, ready=0) as ear:
-                await until(lambda: ear.listener.reason)
+                await eventually(lambda: ear.listener.reason)
                 assert ear.listener.state == "down"
                 proxy.refuses = None
                 proxy.mend()
@@ -188,7 +181,7 @@ class TestListener:
         async with proxy_to(dsn) as proxy:
             proxy.refuses, proxy.refuses_if = "53300", lambda _first: proxy.links > 1
             async with listening(proxy.dsn, ready=0) as ear:
-                await until(lambda: len(proxy.attempts) >= 4)
+                await eventually(lambda: len(proxy.attempts) >= 4)
                 assert (ear.ready, ear.listener.state, await ear.listener.arm()) == (0, "down", None)
                 proxy.refuses = None
                 await ear.was(ready=1)
@@ -318,10 +311,10 @@ async def test_after_a_cut_cable_the_jobs_inserted_meanwhile_run_and_a_timer_is_
         await drained(conn)
         proxy.cut("up", "down")
         await insert(conn, "durante", 20)
-        await until(lambda: events.named("listener_lost"))
+        await eventually(lambda: events.named("listener_lost"))
         proxy.mend()
         await drained(conn)
-        await until(lambda: len(events.named("listener_ready")) == 2)
+        await eventually(lambda: len(events.named("listener_ready")) == 2)
         await says(conn, "listening")
 
         await insert(conn, "depois")
@@ -428,15 +421,15 @@ async def off_loop(work, *args):
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 async def test_a_restart_of_the_server_is_outlived_and_listened_through(fresh, mode, events):
     async with running_reactor(make_settings(database_url=fresh.dsn, poll_s=60)):
-        await until(lambda: events.named("listener_ready"))
+        await eventually(lambda: events.named("listener_ready"))
         for round_ in range(2):
             await off_loop(fresh.stop, mode)
-            await until(lambda round_=round_: len(events.named("listener_lost")) == round_ + 1)
+            await eventually(lambda round_=round_: len(events.named("listener_lost")) == round_ + 1)
             await off_loop(fresh.start)
             conn = await connect(fresh.dsn)
             await insert(conn, f"depois de {round_}: ")
             await drained(conn)
-            await until(lambda round_=round_: len(events.named("listener_ready")) == round_ + 2)
+            await eventually(lambda round_=round_: len(events.named("listener_ready")) == round_ + 2)
             await says(conn, "listening")
             await insert(conn, f"e {round_}: ")
             await drained(conn)
@@ -461,16 +454,16 @@ async def test_a_standby_is_waited_for_until_it_is_promoted_at_start_and_later(f
                 await anyio.sleep_forever()
 
         tasks.start_soon(run)
-        await until(lambda: events.named("postgres_awaited"))
+        await eventually(lambda: events.named("postgres_awaited"))
         await promote()
-        await until(lambda: events.named("listener_ready"))
+        await eventually(lambda: events.named("listener_ready"))
         await become_standby()
-        await until(lambda: events.named("listener_lost"))
+        await eventually(lambda: events.named("listener_lost"))
         await promote()
         conn = await connect(fresh.dsn)
         await insert(conn, "um")
         await drained(conn)
-        await until(lambda: len(events.named("listener_ready")) == 2)
+        await eventually(lambda: len(events.named("listener_ready")) == 2)
         await says(conn, "listening")
         await conn.close()
         tasks.cancel_scope.cancel()
@@ -493,9 +486,9 @@ async def test_a_server_without_a_connection_left_kills_nothing(fresh, events):
                     hogs.append(await asyncpg.connect(fresh.dsn))
                 except asyncpg.TooManyConnectionsError:
                     break
-        await until(lambda: events.named("listener_lost"))
+        await eventually(lambda: events.named("listener_lost"))
         await insert(hogs[0], "um", 5)
-        await until(lambda: events.named("claim_failed") or events.named("settle_failed"))
+        await eventually(lambda: events.named("claim_failed") or events.named("settle_failed"))
         for hog in hogs[1:]:
             await hog.close()
         await drained(hogs[0])
@@ -526,7 +519,7 @@ async def test_a_queue_of_notifications_filled_by_a_forgotten_transaction_loses_
             await drained(conn)
             assert len(events.named("listener_ready")) == 1
             await forgotten.close()
-            await until(lambda: len(events.named("listener_ready")) == 2)
+            await eventually(lambda: len(events.named("listener_ready")) == 2)
             await ear.hears(conn)
 
     await conn.close()

@@ -11,7 +11,7 @@ import pytest
 from conftest import connect, drained, eventually, make_settings, reactor_process, running_reactor
 from proxy import proxy_to
 from servers import pgbouncer
-from test_listening import insert, listening, says, until
+from test_listening import insert, listening, says
 from test_worker import Output
 
 from reactor import Memory
@@ -90,7 +90,7 @@ async def test_through_a_transaction_pooler_it_is_said_once_and_everything_runs_
             database_url=proxy.dsn, poll_s=0.1, lease_s=1, reconcile_s=1, handlers=handlers, pool_size=8
         )
         async with running_reactor(settings):
-            await until(lambda: events.named("listener_lost"))
+            await eventually(lambda: events.named("listener_lost"))
             await says(conn, "polling")
             await conn.execute(
                 "insert into reactor.schedules (name, type, cron, tenant_id) values ('tick', 'mixed', '* * * * *', 'acme')"
@@ -127,7 +127,7 @@ async def test_through_a_transaction_pooler_it_is_said_once_and_everything_runs_
 async def test_nothing_of_ours_stays_in_the_pooler_s_sessions(conn, transactions, monkeypatch, events):
     monkeypatch.setattr("reactor.listener._POLLING_RETRY_S", 0.1)
     async with running_reactor(make_settings(database_url=transactions, poll_s=0.2)):
-        await until(lambda: events.named("listener_lost"))
+        await eventually(lambda: events.named("listener_lost"))
         await insert(conn, "um", 5)
         await drained(conn)
         await anyio.sleep(1)  # some more looks whether it listens by now
@@ -177,7 +177,7 @@ async def test_through_a_session_pooler_it_listens_and_uses_prepared_statements(
         await conn.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'memory-reactor listener'"
         )
-        await until(lambda: len(events.named("listener_ready")) == 2)
+        await eventually(lambda: len(events.named("listener_ready")) == 2)
         await insert(conn, "depois", 10)
         await drained(conn)
 
@@ -209,7 +209,7 @@ async def test_a_process_behind_a_transaction_pooler_says_down_once_it_has_ended
 
 async def test_status_asked_through_the_pooler_s_only_connection_says_polling(conn, server, dsn, events):
     async with pgbouncer(server, dsn, size=1) as pooled, running_reactor(make_settings(database_url=pooled, poll_s=60)):
-        await until(lambda: events.named("listener_lost"))
+        await eventually(lambda: events.named("listener_lost"))
         await eventually(lambda: conn.fetchval("select count(*) > 0 from reactor.reactors where listener = 'polling'"))
         asking = await asyncpg.connect(
             pooled, statement_cache_size=0, server_settings={"application_name": "memory-reactor"}
@@ -244,7 +244,7 @@ async def test_a_reader_behind_a_transaction_pooler_keeps_what_it_found_no_longe
         await insert(conn, "bolo de cenoura ")
         await drained(conn)
         async with Memory.open(transactions, settings=settings) as memory:
-            await until(lambda: len(events.named("listener_lost")) == 2)  # the reactor's, and the reader's
+            await eventually(lambda: len(events.named("listener_lost")) == 2)  # the reactor's, and the reader's
             assert len(await memory.search("acme", "bolo")) == 1
             await insert(conn, "bolo de milho ")
             await drained(conn)

@@ -234,7 +234,7 @@ class TestOutages:
 
         await enqueue(conn)
         async with working(pool, {"work": away}, poll_s=30):
-            await eventually(lambda: _true(len(calls) >= 3))
+            await eventually(lambda: len(calls) >= 3)
 
         assert calls[2] - calls[0] >= timedelta(seconds=0.9)
 
@@ -305,7 +305,7 @@ class TestStaleClaims:
 
         job_id = await enqueue(conn)
         async with working(pool, {"work": work}):
-            await eventually(lambda: _true(events.named("claim_lost")))
+            await eventually(lambda: events.named("claim_lost"))
 
         job = await row(conn, job_id)
         assert (job["status"], job["locked_by"], job["notes"], job["result"]) == ("running", "other", {}, None)
@@ -323,10 +323,6 @@ class TestStaleClaims:
             await eventually(lambda: conn.fetchval("select status = 'done' from reactor.jobs where id = $1", job_id))
 
         assert (await row(conn, job_id))["attempts"] == 1
-
-
-async def _true(value):
-    return value
 
 
 class TestAttempts:

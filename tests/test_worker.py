@@ -576,7 +576,7 @@ class TestHandlersThatMisbehave:
                 await anyio.sleep_forever()
 
         async def murderer(job):
-            await eventually(lambda: _true("victim" in tasks))
+            await eventually(lambda: "victim" in tasks)
             tasks["victim"].cancel()
 
         victims = [await enqueue(conn, n, type_="victim") for n in range(2)]
@@ -720,7 +720,6 @@ class TestCuttingOff:
             worker._jobs.claim = claim_and_stop
             job_id = await enqueue(conn)
 
-        await eventually(lambda: _true(True))
         job = await row(conn, job_id)
         assert (job["status"], job["attempts"], job["is_suspect"]) == ("pending", 0, False)
 
@@ -831,16 +830,12 @@ class TestOutages:
 
         await conn.execute("alter table reactor.jobs rename to jobs_elsewhere")
         async with working(pool, {"work": work}):
-            await eventually(lambda: _true(events.named("claim_failed")))
+            await eventually(lambda: events.named("claim_failed"))
             await conn.execute("alter table reactor.jobs_elsewhere rename to jobs")
             await enqueue(conn)
             await eventually(lambda: conn.fetchval("select status = 'done' from reactor.jobs"))
 
         assert [e["error_code"] for e in events.named("claim_failed")] == ["UndefinedTableError 42P01"]
-
-
-async def _true(value):
-    return value
 
 
 async def _connected(dsn):
@@ -966,7 +961,7 @@ class TestIdle:
 
 async def _looks(wire, count):
     before = len([text for text in wire.statements if "claim_jobs" in text])
-    await eventually(lambda: _true(len([text for text in wire.statements if "claim_jobs" in text]) >= before + count))
+    await eventually(lambda: len([text for text in wire.statements if "claim_jobs" in text]) >= before + count)
 
 
 def _about(statement):
