@@ -4,8 +4,8 @@
 -- tick runs once however many reactors there are. null: to be computed, for a reactor knows cron and Postgres does not.
 
 create table if not exists reactor.schedules (
-    name text primary key check (length(name) between 1 and 200),
-    type text not null check (type <> ''),    -- of the job
+    name text primary key check (length(name) between 1 and 200 and octet_length(name) <= 470),  -- part of a dedupe key
+    type text not null check (length(type) between 1 and 200),    -- of the job
     cron text not null,                       -- minute hour day-of-month month day-of-week, or @hourly, @daily, ...
     timezone text not null default 'UTC',     -- of these, daylight saving included
     payload jsonb not null default '{}' check (jsonb_typeof(payload) = 'object'),

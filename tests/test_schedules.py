@@ -507,8 +507,10 @@ async def test_a_deleted_schedule_is_over_and_its_waiting_job_still_runs(pool, c
     "columns",
     [
         {"type": ""},
+        {"type": "t" * 201},
         {"name": ""},
         {"name": "n" * 201},
+        {"name": "日" * 157},
         {"tenant_id": "t" * 201},
         {"lane": "l" * 201},
         {"missed": "never"},
@@ -521,7 +523,7 @@ async def test_what_could_never_be_enqueued_is_refused_where_it_is_written(conn,
 
 
 async def test_the_longest_names_there_may_be_still_make_a_job(pool, conn):
-    longest = {"name": "é" * 200, "tenant_id": "ü" * 200, "lane": "ç" * 200, "missed": "all"}
+    longest = {"name": "日" * 156, "type": "t" * 200, "tenant_id": "ü" * 200, "lane": "ç" * 200, "missed": "all"}
     await insert_schedule(conn, **longest)
     await be_late(conn, timedelta(seconds=1), longest["name"])
 
