@@ -554,15 +554,16 @@ $$;
 
 -- Closes the alerts of dead jobs that are none any more.
 create or replace function reactor.resolve_cured_jobs() returns void
-language sql
+language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
+begin
+    -- As settlers lock them, and in a statement of its own: the next one then sees what those died of.
+    perform from reactor.alerts a where a.cause = 'dead_jobs' and a.resolved_at is null order by a.subject for update;
     update reactor.alerts a set resolved_at = now()
-    where a.id in (
-        select o.id from reactor.alerts o
-        where o.cause = 'dead_jobs' and o.resolved_at is null and not exists (
-            select from reactor.jobs j where j.status = 'dead' and reactor.name_death(j.type, j.last_error) = o.subject)
-        order by o.cause, o.subject for update)  -- as settlers lock them
+    where a.cause = 'dead_jobs' and a.resolved_at is null and not exists (
+        select from reactor.jobs j where j.status = 'dead' and reactor.name_death(j.type, j.last_error) = a.subject);
+end
 $$;
 
 -- Extends the leases still held; returns the ids of those that were. A job that its handler's own transaction has locked

@@ -824,3 +824,32 @@ def test_a_job_without_a_worker_has_nowhere_to_keep_notes():
 
     with pytest.raises(RuntimeError, match="not claimed"):
         anyio.run(job.note, {})
+
+
+async def test_an_alert_stays_open_for_a_job_that_dies_while_the_others_are_retried(conn, dsn):
+    first, second = [await enqueue(conn, key=str(n)) for n in range(2)]
+    claimed = await conn.fetch("select * from reactor.claim_jobs('{work}', '{10}', 'test', '30 s')")
+    token = claimed[0]["claim_token"]
+    bury = "select * from reactor.settle_jobs(array[$1::bigint], array[$2::uuid], '{dead}', null, '{boom: it}')"
+    await conn.execute(bury, first, token)
+    settler, operator = await connect(dsn), await connect(dsn)
+    dying = settler.transaction()
+    await dying.start()
+    await settler.execute(bury, second, token)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(operator.execute, "select reactor.retry_jobs(array[$1::bigint])", first)
+        await eventually(
+            lambda: conn.fetchval(
+                "select exists (select from pg_locks where not granted and locktype = 'transactionid')"
+            )
+        )
+        await dying.commit()
+    await settler.close()
+    await operator.close()
+
+    assert (await row(conn, second))["status"] == "dead"
+    assert (
+        await conn.fetchval("select count(*) from reactor.alerts where cause = 'dead_jobs' and resolved_at is null")
+        == 1
+    )
