@@ -335,7 +335,8 @@ begin
                 where j.tenant_id = k.tenant_id and j.type = k.type and j.dedupe_key = k.dedupe_key
                     and j.status in ('pending', 'failed') and j.dedupe_key is not null and j.id <> k.first_id
                 order by j.id  -- the order of the twins' own index, which is then the cheaper one
-                for update skip locked
+                -- The oldest; a run is owed for the others. A claim that takes too long would be given up, again and again.
+                limit 100 + 20000 / (select count(*) from key) for update skip locked
             ) t
             window family as (partition by k.first_id)
         ), lead as materialized (

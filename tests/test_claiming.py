@@ -931,3 +931,21 @@ class TestEnqueueing:
         for arguments in ("'x', '{}', 'a', repeat('ã', 251)", "'x', '{}', 'a', lane => repeat('x', 201)"):
             with pytest.raises(asyncpg.InvalidParameterValueError, match=r"^a job's lane"):
                 await conn.fetchval(f"select reactor.enqueue({arguments})")
+
+
+async def test_more_twins_than_a_claim_can_take_on_are_absorbed_by_several(conn, jobs):
+    await conn.execute(
+        "insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload) "
+        "select 'work', 'acme', 'work', 'k', jsonb_build_object('n', n) from generate_series(1, 50000) n"
+    )
+    newest = await conn.fetchval("select max(id) from reactor.jobs")
+
+    versions = []
+    while claimed := await jobs.claim({"work": 10}):
+        [job] = claimed
+        versions.append(job.version)
+        await jobs.settle([(job, Done())])
+
+    assert len(versions) == 3
+    assert versions == sorted(versions)
+    assert (job.version, job.payload) == (newest, {"n": 50_000})
