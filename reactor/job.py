@@ -102,6 +102,13 @@ class Snooze:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenBack(Snooze):
+    """Not its own wish: cut off, or its claim in doubt. Due at once, as if it had not been claimed."""
+
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """This attempt failed; the next waits for the backoff, or `retry_after_s` when the other side named it."""
 

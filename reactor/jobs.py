@@ -13,7 +13,7 @@ import anyio
 
 from reactor.db import Connection, Pool, reaching
 from reactor.errors import StaleClaim
-from reactor.job import Dead, Done, Failed, Job, Outcome, Settled, Snooze
+from reactor.job import Dead, Done, Failed, GivenBack, Job, Outcome, Settled, Snooze
 from reactor.text import clean, clean_json
 
 _ACQUIRE_S = 10.0
@@ -167,6 +167,8 @@ class Jobs:
             match outcome:
                 case Done(result):
                     rows.append((job.id, job.claim_token, "done", result and _storable(result), None, None))
+                case GivenBack(reason=reason):
+                    rows.append((job.id, job.claim_token, "given_back", None, clean(f"given back: {reason}"), 0.0))
                 case Snooze(delay_s, reason):
                     rows.append((job.id, job.claim_token, "snoozed", None, clean(f"snoozed: {reason}"), delay_s))
                 case Failed(code, message, retry_after_s):

@@ -17,7 +17,7 @@ import asyncpg
 
 from reactor.db import GOING_AWAY
 from reactor.errors import Permanent, StaleClaim, Unavailable, delay_s_of
-from reactor.job import Bound, Dead, Done, Failed, Job, Outcome, Snooze
+from reactor.job import Bound, Dead, Done, Failed, GivenBack, Job, Outcome, Snooze
 from reactor.jobs import Ending, Jobs
 from reactor.listener import Listener, Wakeup
 from reactor.log import Log
@@ -387,7 +387,7 @@ class Worker:
                     lane.freed = None
         except asyncio.CancelledError:
             # Cut off before it ended: back to the queue unharmed, unless the handler settled it already.
-            outcomes = [job.outcome or Snooze(0, "drained") for job in batch]
+            outcomes = [job.outcome or GivenBack(reason="drained") for job in batch]
             raise
         except Exception as exc:  # noqa: BLE001  # an exception of the handler's own may raise when it is read
             outcomes = [job.outcome or Failed(type(exc).__name__, _where(exc)) for job in batch]
@@ -412,7 +412,7 @@ class Worker:
             ending = _ending_of(returned)
             return [job.outcome or ending for job in batch]
         if isinstance(problem, StaleClaim):  # settling will find the token changed, and say so
-            return [job.outcome or Snooze(0, "the claim was lost") for job in batch]
+            return [job.outcome or GivenBack(reason="the claim was lost") for job in batch]
         failed = _ending_after(problem)
         if len(batch) == 1:
             return [batch[0].outcome or failed]

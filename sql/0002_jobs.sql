@@ -76,6 +76,10 @@ create table if not exists reactor.job_minutes (
     primary key (minute, backend)
 ) with (fillfactor = 50);
 call reactor.protect('reactor.job_minutes', 'registry');
+insert into reactor.job_minutes (minute, done, dead)  -- of a release that did not count
+select date_trunc('minute', updated_at), count(*) filter (where status = 'done'), count(*) filter (where status = 'dead')
+from reactor.jobs where status in ('done', 'dead') and updated_at > now() - interval '25 h' and not exists (select from reactor.job_minutes)
+group by 1;
 do $$
 begin
     call reactor.put_policy('reactor.job_minutes', 'reactor_counts', format('to %I using (true) with check (true)', reactor.worker_role()));
@@ -436,7 +440,8 @@ begin
 end
 $$;
 
--- Ends running jobs, one array element each; p_endings: done, failed, snoozed, dead, expired (see release_expired_jobs).
+-- Ends running jobs, one array element each; p_endings: done, failed, snoozed, given_back (as if not claimed),
+-- dead, expired (see release_expired_jobs).
 -- A failed one waits p_delays[i] seconds, at most a day (null: the backoff), or is dead when that was its last attempt; a snoozed one
 -- waits p_delays[i] seconds and gets its attempt back, or is dead when it has done nothing else for p_snooze_limit.
 -- Returns what the others than the done ones became, with a null status for jobs whose claim token is no longer the given
@@ -471,22 +476,22 @@ begin
     ), settled as (
         update reactor.jobs j
         set status = case
-                when e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect then 'pending'
+                when e.ending in ('snoozed', 'given_back') or e.ending = 'expired' and not j.is_suspect then 'pending'
                 when e.ending in ('failed', 'expired') and j.attempts >= j.max_attempts then 'dead'
                 when e.ending = 'expired' then 'failed'
                 else e.ending
             end,
-            attempts = j.attempts - (e.ending = 'snoozed' or e.ending = 'expired' and not j.is_suspect)::int,
-            is_suspect = e.ending = 'expired',
-            snoozed_since = case when e.ending = 'snoozed' then coalesce(j.snoozed_since, p_now) end,
+            attempts = j.attempts - (e.ending in ('snoozed', 'given_back') or e.ending = 'expired' and not j.is_suspect)::int,
+            is_suspect = e.ending = 'expired' or e.ending = 'given_back' and j.is_suspect,
+            snoozed_since = case e.ending when 'snoozed' then coalesce(j.snoozed_since, p_now) when 'given_back' then j.snoozed_since end,
             run_after = case
-                when e.ending = 'snoozed' then p_now + coalesce(e.delay, '0')
+                when e.ending in ('snoozed', 'given_back') then p_now + coalesce(e.delay, '0')
                 when e.ending in ('failed', 'expired') then p_now + least(coalesce(e.delay, reactor.backoff(j.attempts)), '24 h')
                 else j.run_after
             end,
             result = e.result,
             last_error = coalesce(e.error, j.last_error),
-            history = case when e.ending in ('done', 'snoozed') then j.history
+            history = case when e.ending in ('done', 'snoozed', 'given_back') then j.history
                 else reactor.remember(j.history, jsonb_build_object('at', p_now, 'attempt', j.attempts, 'error', left(e.error, 200))) end,
             locked_by = null, lease_until = null, claim_token = null, updated_at = p_now
         from ending e
@@ -509,7 +514,7 @@ begin
     where s.status <> 'done'
     union all
     select e.id, null, null, null from ending e where e.id not in (select s.id from settled s);
-    if p_endings && '{failed, snoozed, expired}' then  -- others may have to run them: we may be full by then, or gone
+    if p_endings && '{failed, snoozed, given_back, expired}' then  -- others may have to run them: we may be full by then, or gone
         perform reactor.ring();
     end if;
 end

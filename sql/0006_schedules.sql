@@ -136,8 +136,13 @@ begin
         select name from reactor.reactors where until < now() for update skip locked);
     select coalesce(jsonb_object_agg(w.cause || ' ' || w.subject, w.detail), '{}') into v_wrong from (
         select 'stuck_jobs' as cause, j.type as subject, jsonb_build_object('jobs', count(*), 'oldest', min(j.run_after)) as detail
-        from reactor.jobs j
-        where j.status in ('pending', 'failed') and j.run_after <= j.updated_at and not j.is_suspect and j.run_after < now() - p_stuck
+        from (
+            select w.type, w.run_after from reactor.jobs w
+            where w.status in ('pending', 'failed') and w.run_after <= w.updated_at and not w.is_suspect and w.run_after < now() - p_stuck
+            union all
+            select w.type, w.run_after from reactor.jobs w
+            where w.is_suspect and w.status in ('pending', 'failed') and w.run_after < now() - p_stuck
+        ) j
         group by j.type
         union all select 'lane_away', l, '{}' from unnest(p_away) l
         union all select 'listener_lost', r.host, jsonb_build_object('listener', min(r.listener), 'reason', min(r.reason))

@@ -12,7 +12,7 @@ import pytest
 from conftest import connect, eventually, make_settings, running_reactor
 
 from reactor.errors import Permanent, StaleClaim, Unavailable
-from reactor.job import Dead, Done, Failed, Handler, Job, Settled, Snooze
+from reactor.job import Dead, Done, Failed, GivenBack, Handler, Job, Settled, Snooze
 from reactor.jobs import Ending, Jobs, complete_jobs
 from reactor.listener import Wakeup
 from reactor.loading import bind
@@ -853,3 +853,23 @@ async def test_an_alert_stays_open_for_a_job_that_dies_while_the_others_are_retr
         await conn.fetchval("select count(*) from reactor.alerts where cause = 'dead_jobs' and resolved_at is null")
         == 1
     )
+
+
+async def test_a_job_given_back_by_a_stop_is_as_if_it_had_not_been_claimed(conn, pool):
+    jobs = Jobs(pool, worker="test", lease=timedelta(seconds=30))
+    fresh, snoozing = [await enqueue(conn, n) for n in range(2)]
+    await conn.execute("update reactor.jobs set snoozed_since = now() - interval '8 d' where id = $1", snoozing)
+    await conn.execute("update reactor.jobs set is_suspect = true where id = $1", fresh)
+
+    for _ in range(3):
+        await jobs.settle([(job, GivenBack(reason="drained")) for job in await jobs.claim({"work": 2})])
+
+    first, second = [await row(conn, job_id) for job_id in (fresh, snoozing)]
+    assert (first["status"], first["attempts"], first["is_suspect"], first["snoozed_since"]) == (
+        "pending",
+        0,
+        True,
+        None,
+    )
+    assert (second["status"], second["attempts"]) == ("pending", 0)  # neither does a stop end what has snoozed for long
+    assert second["snoozed_since"] is not None

@@ -365,8 +365,8 @@ class TestStopping:
         assert {(job["status"], job["attempts"]) for job in rows} == {("pending", 4)}
         assert [job["last_error"] for job in rows] == [
             "snoozed: settled before the rest",
-            "snoozed: drained",
-            "snoozed: drained",
+            "given back: drained",
+            "given back: drained",
         ]
 
     async def test_sigterm_lets_the_running_batch_finish_leaves_the_rest_and_exits_0(self, conn, dsn):
