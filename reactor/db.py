@@ -87,9 +87,20 @@ def sentence_of(exc: asyncpg.PostgresError) -> str:
     return " ".join(f"{exc.args[0]} ({exc.hint})".split() if exc.hint else str(exc.args[0]).split())
 
 
+class Unreadable(dict[str, Any]):
+    """Stands for JSON that Postgres keeps and Python cannot read: too deep, or a number of thousands of digits."""
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # one such value must not take its neighbours' answer with it
+        return Unreadable()
+
+
 async def prepare_connection(conn: OwnConnection) -> None:
     """Teach a new connection jsonb and halfvec."""
-    await conn.set_type_codec("jsonb", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+    await conn.set_type_codec("jsonb", encoder=json.dumps, decoder=_read_json, schema="pg_catalog")
     schema = await conn.fetchval(
         "select nspname from pg_extension e join pg_namespace n on n.oid = extnamespace where extname = 'vector'"
     )
@@ -101,13 +112,13 @@ _READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
 
 
 class _ReadCommitted(OwnConnection):
-    """A session whose own level stays the one that the queue is written for.
+    """A session whose own level stays the one that the queue is written for, and whose role its next user gets back.
 
-    Where a role or database defaults to a stricter one, two claims at once would be a serialization failure.
+    Where a role or database defaults to a stricter level, two claims at once would be a serialization failure.
     """
 
     def get_reset_query(self) -> str:
-        return f"{super().get_reset_query()}\n{_READ_COMMITTED}"
+        return f"{super().get_reset_query()}\nreset role;\n{_READ_COMMITTED}"
 
 
 async def _prepare_session(conn: OwnConnection) -> None:

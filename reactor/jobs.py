@@ -189,6 +189,12 @@ class Jobs:
         )
         return {row["id"]: Ending(row["status"], row["run_after"], row["opened_alert"]) for row in settled}
 
+    async def held_elsewhere(self, jobs: Sequence[Job]) -> set[int]:
+        """The ids of those whose rows somebody's transaction holds at this moment."""
+        held = "select id from reactor.jobs where id = any ($1) except all select id from (%s) free"
+        free = "select id from reactor.jobs where id = any ($1) for update skip locked"
+        return {row[0] for row in await self._fetch(held % free, [job.id for job in jobs], line=self._endings)}
+
     async def release_expired(self) -> list[Expired]:
         """Return jobs whose lease ran out to the queue, as suspects; what each became."""
         return [Expired(*row) for row in await self._fetch("select * from reactor.release_expired_jobs()")]

@@ -7,9 +7,10 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import asyncpg
 from cronsim import CronSim, CronSimError
 
-from reactor.db import Pool, borrowed
+from reactor.db import Pool, borrowed, sentence_of
 from reactor.log import Log
 
 _MOST_S = 30.0  # for one look: a connection that is half open says nothing
@@ -101,17 +102,18 @@ async def fire_due(pool: Pool, *, log: Log) -> float | None:
         ):
             try:
                 ticks, coming = plan(cron, timezone, missed, next_at, now)
-            except ValueError as exc:
+                if coming != next_at:
+                    fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
+                    if not await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks):
+                        waits.append(_AGAIN_S)
+                    elif ticks:
+                        log.info("schedule_fired", schedule=name, ticks=len(ticks))
+            except (ValueError, asyncpg.DataError) as exc:  # the others are looked at all the same
+                problem = sentence_of(exc) if isinstance(exc, asyncpg.DataError) else str(exc)
                 is_news = "select reactor.refuse_schedule($1, $2, $3, $4)"
-                if await conn.fetchval(is_news, name, cron, timezone, str(exc)):
-                    log.error("alert_opened", cause="bad_schedule", subject=name, error=str(exc))
+                if await conn.fetchval(is_news, name, cron, timezone, problem):
+                    log.error("alert_opened", cause="bad_schedule", subject=name, error=problem)
                 continue
-            if coming != next_at:
-                fire = "select reactor.fire_schedule($1, $2, $3, $4, $5, $6)"
-                if not await conn.fetchval(fire, name, cron, timezone, next_at, coming, ticks):
-                    waits.append(_AGAIN_S)
-                elif ticks:
-                    log.info("schedule_fired", schedule=name, ticks=len(ticks))
             waits.append(max((coming - now).total_seconds(), 0.0))
         for row in await conn.fetch("select reactor.resolve_mended_schedules()"):
             log.info("alert_resolved", cause="bad_schedule", subject=row[0])

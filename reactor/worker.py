@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import asyncpg
 
-from reactor.db import GOING_AWAY
+from reactor.db import GOING_AWAY, Unreadable
 from reactor.errors import Permanent, StaleClaim, Unavailable, delay_s_of
 from reactor.job import Bound, Dead, Done, Failed, GivenBack, Job, Outcome, Snooze
 from reactor.jobs import Ending, Jobs
@@ -124,6 +124,8 @@ class Worker:
         self._is_cut_off = False  # the drain is over: what is cancelled from now on, we cancelled
         self._running: dict[int, Job] = {}
         self._ended: list[tuple[Job, Outcome, float]] = []
+        self._locked: list[tuple[Job, Outcome, float]] = []  # ended, while somebody's transaction holds their rows
+        self._locked_until = 0.0  # monotonic: not asked for again before
         self._settle_bell = Wakeup()
         self._sweep_at = 0.0  # monotonic
         self._is_blocked = False  # when last looked, something due waited for another to settle
@@ -344,6 +346,9 @@ class Worker:
         together: dict[tuple[str, str], list[Job]] = {}
         for job in claimed:
             self._running[job.id] = job
+            if isinstance(job.payload, Unreadable) or isinstance(job.notes, Unreadable):
+                self._end([(job, Dead("payload", "its JSON is more than Python can read"))], time.perf_counter())
+                continue
             if job.is_suspect:  # out of turn
                 self._start_call([job])
             else:
@@ -478,9 +483,10 @@ class Worker:
         while True:
             self._settle_bell.clear()
             batch, self._ended = self._ended, []
-            if batch:
+            if batch or self._locked:
                 try:
-                    settled = await self._settle(batch)
+                    batch += await self._freed()
+                    settled = await self._settle(batch) if batch else {}
                 except (Unavailable, asyncpg.PostgresError) as exc:
                     # The leases still hold, or will run out: either way nothing is lost.
                     self._missed("settle_failed", exc, jobs=len(batch))
@@ -500,27 +506,43 @@ class Worker:
             elif self._is_drained.is_set():
                 self._settled.set()
                 return
-            else:
-                await self._settle_bell.wait(self._poll_s)
+            if not self._ended and (self._locked or not self._is_drained.is_set()):
+                await self._settle_bell.wait(_RETRY_S if self._locked else self._poll_s)
+
+    async def _freed(self) -> list[tuple[Job, Outcome, float]]:
+        """Of what had to wait for somebody's transaction, what need not any more."""
+        if not self._locked or time.monotonic() < self._locked_until:
+            return []
+        self._locked_until = time.monotonic() + _RETRY_S
+        held = await self._jobs.held_elsewhere([job for job, _, _ in self._locked])
+        freed = [ended for ended in self._locked if ended[0].id not in held]
+        self._locked = [ended for ended in self._locked if ended[0].id in held]
+        return freed
 
     async def _settle(self, batch: list[tuple[Job, Outcome, float]]) -> dict[int, Ending]:
-        """Settle them all; one whose ending cannot be stored fails, by itself."""
+        """Settle them all; one that cannot be stored fails by itself, one whose row is held is left for later."""
         try:
             return await self._jobs.settle([(job, outcome) for job, outcome, _ in batch])
+        except asyncpg.LockNotAvailableError:  # somebody's transaction holds a row: the others need not wait
+            held = await self._jobs.held_elsewhere([job for job, _, _ in batch])
+            self._locked += [ended for ended in batch if ended[0].id in held]
+            self._locked_until = time.monotonic() + _RETRY_S
+            batch[:] = [ended for ended in batch if ended[0].id not in held]
+            return await self._settle(batch) if batch else {}
         except (asyncpg.DataError, asyncpg.ProgramLimitExceededError, RecursionError, ValueError, TypeError) as exc:
             if len(batch) == 1:
                 job, _, elapsed_ms = batch[0]
                 batch[0] = job, Failed(type(exc).__name__, "what the handler returned cannot be stored"), elapsed_ms
                 return await self._jobs.settle([(job, batch[0][1])])
         settled: dict[int, Ending] = {}
-        for i in range(len(batch)):
-            alone = batch[i : i + 1]
-            settled |= await self._settle(alone)
-            batch[i : i + 1] = alone
+        parts = [[ended] for ended in batch]
+        for part in parts:
+            settled |= await self._settle(part)
+        batch[:] = [ended for part in parts for ended in part]
         return settled
 
     def _tell(self, batch: Sequence[tuple[Job, Outcome, float]], settled: Mapping[int, Ending]) -> None:
-        """A line for each way in which jobs of a type ended, with the job's own fields where it is one job."""
+        """A line for each failure, and one for all the jobs of a type that ended well, or in another way, together."""
         lines: dict[tuple[str, ...], list[tuple[Job, float]]] = {}
         for job, outcome, elapsed_ms in batch:
             ending = settled.get(job.id)
@@ -533,7 +555,7 @@ class Worker:
             else:
                 event = "job_dead" if ending.status == "dead" else "job_failed"
                 code = "snoozed_too_long" if isinstance(outcome, Snooze) else getattr(outcome, "code", "")
-                key = (event, job.type, code, getattr(outcome, "message", ""))
+                key = (event, job.type, code, getattr(outcome, "message", ""), str(job.id))  # a line each
             lines.setdefault(key, []).append((job, elapsed_ms))
         for (event, type_, *about), ended in lines.items():
             jobs = [job for job, _ in ended]

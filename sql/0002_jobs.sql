@@ -164,7 +164,9 @@ begin
         raise exception 'a job''s payload is a JSON object' using errcode = '22023';
     end if;
     insert into reactor.jobs (type, payload, tenant_id, dedupe_key, run_after, lane, max_attempts)
-    values (p_type, coalesce(p_payload, '{}'), p_tenant, p_key, coalesce(p_run_after, now()), coalesce(nullif(p_lane, ''), p_type),
+    values (p_type, coalesce(p_payload, '{}'), p_tenant, p_key,
+        greatest(least(coalesce(p_run_after, now()), '9999-12-30'), '0001-01-03'),  -- what drivers can say
+        coalesce(nullif(p_lane, ''), p_type),
         greatest(coalesce(p_max_attempts, 5), 1))
     returning id into v_id;
     perform reactor.ring();
@@ -429,7 +431,7 @@ begin
         set status = 'done', result = e.result, snoozed_since = null, is_suspect = false, locked_by = null, lease_until = null,
             claim_token = null, updated_at = p_now
         from unnest(p_ids, p_tokens, p_results) as e (id, token, result)
-        where j.id = e.id and j.claim_token = e.token
+        where j.id = e.id and j.claim_token = e.token and j.status not in ('pending', 'failed', 'done', 'dead')  -- by an operator
         returning j.id
     ), counted as (
         insert into reactor.job_minutes as m (minute, done, dead)
@@ -455,6 +457,7 @@ language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
 set plan_cache_mode = force_generic_plan  -- planning it anew would take longer than running it
+set lock_timeout = '1s'  -- 55P03 where somebody's transaction holds a row
 as $$
 #variable_conflict use_column
 begin
@@ -495,7 +498,7 @@ begin
                 else reactor.remember(j.history, jsonb_build_object('at', p_now, 'attempt', j.attempts, 'error', left(e.error, 200))) end,
             locked_by = null, lease_until = null, claim_token = null, updated_at = p_now
         from ending e
-        where j.id = e.id and j.claim_token = e.token
+        where j.id = e.id and j.claim_token = e.token and j.status not in ('pending', 'failed', 'done', 'dead')  -- by an operator
         returning j.id, j.status, j.run_after, j.type, j.last_error
     ), counted as (
         insert into reactor.job_minutes as m (minute, done, dead)

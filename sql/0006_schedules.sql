@@ -13,8 +13,8 @@ create table if not exists reactor.schedules (
     lane text check (length(lane) <= 200),
     missed text not null default 'once' check (missed in ('once', 'skip', 'all')),  -- ticks that no reactor saw
     is_enabled boolean not null default true,
-    next_at timestamptz,
-    last_at timestamptz,                      -- the last tick that was run
+    next_at timestamptz check (next_at between '0001-01-03' and '9999-12-30'),
+    last_at timestamptz check (last_at between '0001-01-03' and '9999-12-30'),  -- the last tick that was run
     error text,                               -- why it has no next tick
     created_at timestamptz not null default now()
 );

@@ -45,6 +45,7 @@ async def test_a_thousand_rows_are_one_insert_and_one_notification(items, dsn):
     heard = []
     listener = await connect(dsn)
     await listener.add_listener("reactor_wake", lambda *_: heard.append(1))
+    assert await listener.fetchval("select reactor.arm()") == "armed"  # as a reactor does that sleeps
     await items.execute("""
         create table statements (n int);
         create function count_statements() returns trigger language plpgsql security definer as 'begin insert into public.statements values (1); return null; end';
