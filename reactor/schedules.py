@@ -76,7 +76,14 @@ def _ticks(cron: str, timezone: str, *, after: datetime, until: datetime | None 
     except (CronSimError, ValueError) as exc:
         raise ValueError(f"{cron!r}: {str(exc).lower()}") from exc
     # In the hour that a clock set back repeats, the wall shows again what came the first time.
-    ticks = (tick for tick in (wall_tick.astimezone(UTC) for wall_tick in wall_ticks) if tick > after)
+    # Where the clock skips midnight, a `*` in the minutes or hours would tick in an hour that was not asked for.
+    is_real_time = "*" in (expression.split()[0][:1], expression.split()[1][:1])
+    asked = wall_ticks.hours if is_real_time else range(24)
+    ticks = (
+        tick
+        for tick in (wall.astimezone(UTC) for wall in wall_ticks)
+        if tick > after and tick.astimezone(zone).hour in asked
+    )
     return ticks if until is None else takewhile(lambda tick: tick <= until, ticks)
 
 

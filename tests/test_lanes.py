@@ -121,11 +121,13 @@ class TestPlaces:
 
     async def test_types_of_different_concurrency_share_the_smallest_and_none_starves(self, conn, pool):
         most = inside = 0
+        played = []
 
         async def work(job):
             nonlocal most, inside
             inside += 1
             most = max(most, inside)
+            played.append(job.type)
             await anyio.sleep(0)
             inside -= 1
 
@@ -138,11 +140,10 @@ class TestPlaces:
         }
         async with working(pool, table):
             await ended(conn, last)
-            left = await conn.fetchval("select count(*) from reactor.jobs where status = 'pending'")
             await drained(conn)
 
         assert most == 2
-        assert left > 50
+        assert played.index("few") < 50
 
     async def test_lanes_named_after_no_end_of_things_are_forgotten(self, conn, pool, monkeypatch):
         async def work(job):
@@ -352,9 +353,9 @@ class TestBreaker:
 
         assert {(job["status"], job["attempts"]) for job in rows} == {("failed", 1)}
         assert events.named("lane_opened") == []
-        assert [(e["jobs"], e["error_code"]) for e in events.named("job_failed")] == [
-            (3, "LookupError")
-        ]  # one line for all
+        assert sorted(e["job_id"] for e in events.named("job_failed")) == sorted(
+            job["id"] for job in rows
+        )  # a line each
 
     async def test_postgres_itself_away_from_a_handler_is_no_fault_of_its_lane(self, conn, pool, events):
         calls = []

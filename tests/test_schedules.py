@@ -213,6 +213,7 @@ STARTS = [
     st.sampled_from(["once", "skip", "all"]),
     st.lists(st.sampled_from([0.2, 0.7, 1, 7, 31, 63, 200, 900]), min_size=1, max_size=40),
 )
+@example(("* 0 * * 5", [set(range(60)), {0}, set(range(1, 32)), set(range(1, 13)), {5}]), STARTS[4], "all", [900])
 @example(("30 1 * * *", [{30}, {1}, *(set(range(32)),) * 3]), STARTS[1], "all", [1] * 900)
 @example(("45 2 * * *", [{45}, {2}, *(set(range(32)),) * 3]), STARTS[0], "all", [7] * 200)
 def test_whenever_a_reactor_looks_no_tick_runs_twice_and_none_is_skipped_under_all(expression, start, missed, gaps):
