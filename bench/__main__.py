@@ -374,9 +374,11 @@ async def producers(dsn: str) -> None:
                     "insert into posts (tenant_id, body) select 'acme', 'x' from generate_series(1, 5000)"
                 )
                 await anyio.sleep(1)
-            ran = await anyio.run_process(
-                [PGBENCH, "-n", "-M", "prepared", "-c", "16", "-j", "2", "-T", "5", "-f", str(script), dsn]
-            )
+            async with anyio.create_task_group() as waking:
+                if variant == "never":  # as busy as with the others, not asleep until the floor
+                    waking.start_soon(keep_awake, dsn)
+                ran = await anyio.run_process([*PGBENCH, "-f", str(script), dsn])
+                waking.cancel_scope.cancel()
             if variant == "ours" and kinds == ("busy",):
                 await settled(conn)
                 used = resource_of(reactors[0].pid)
