@@ -554,10 +554,12 @@ class TestIsolation:
                         )
                         for key in keys:
                             await producer.execute("insert into log values ($1, 'acme', $2)", key, f"{name} {n}")
-                        await producer.execute("update posts set body = body || '!' where id = $1", post)
-                        if n % 2:
-                            await producer.execute("delete from posts where id = $1", post)
-                    written += len(keys) + 2 + n % 2
+                        # Serializable producers that read by one index fail one another, with us or without.
+                        if isolation != "serializable":
+                            await producer.execute("update posts set body = body || '!' where id = $1", post)
+                            if n % 2:
+                                await producer.execute("delete from posts where id = $1", post)
+                    written += len(keys) + 1 + (isolation != "serializable") * (1 + n % 2)
 
         async def work(pool, name):
             jobs, forgetful = [Jobs(pool, worker=name, lease=timedelta(seconds=s)) for s in (30, 0)]
