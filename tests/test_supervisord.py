@@ -117,6 +117,8 @@ async def test_several_reactors_share_the_work_one_that_is_killed_comes_back_and
         return now is not None and now[0] != first[0] and now[1] == first[1]
 
     await eventually(restarted, timeout_s=60)
+    # What the killed one ran has come back by its lease: stopped sooner, nobody would be there to take it back.
+    await eventually(lambda: conn.fetchval("select count(*) = 4 from reactor.jobs where is_suspect"))
     stopping = asyncio.create_task(anyio.to_thread.run_sync(supervised, "stop", "reactor:*"))
     await eventually(_says_stopping(supervised))
     (tmp_path / "handlers" / "go").touch()
