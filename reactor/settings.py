@@ -26,6 +26,11 @@ def _http_address(value: str) -> str:
     return value
 
 
+def _secret_http_address(value: SecretStr) -> SecretStr:
+    _http_address(value.get_secret_value())
+    return value
+
+
 class Settings(BaseSettings):
     """The environment, checked. A blank variable counts as absent."""
 
@@ -49,6 +54,9 @@ class Settings(BaseSettings):
     snooze_limit_d: float = Field(7.0, gt=0, le=365)  # a job that has only snoozed for longer is dead
     stuck_s: float = Field(900.0, ge=1, le=604_800)  # a job due for longer is an alert
     pool_size: int = Field(10, ge=2, le=200)  # connections of one process, the listener's apart
+    integrations: Path | None = None  # a TOML file of integrations, over the built-in strategies
+    token_key: SecretStr | None = None  # private keys of `reactor keygen`, comma-separated: the first one seals
+    alert_webhook: Annotated[SecretStr, AfterValidator(_secret_http_address)] | None = None
     handlers: Path | None = None  # a folder of handler modules beside the built-in ones
 
     @model_validator(mode="before")
