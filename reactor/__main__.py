@@ -559,6 +559,20 @@ def _local(at: datetime | None, timezone: str) -> str:
         return f"{at:%Y-%m-%d %H:%M} UTC"
 
 
+@app.command(epilog=_example("reactor keygen"))
+def keygen(as_json: Json = False) -> None:
+    """Make a pair of keys for sealing tokens. Nothing is stored, and no database is needed."""
+    from reactor.sealing import Keys, generate  # noqa: PLC0415  # only keys need cryptography
+
+    private, public = generate()
+    if as_json:
+        _print_json({"private": private, "public": public, "key_id": Keys.parse(private).key_id})
+    else:
+        print(f"REACTOR_TOKEN_KEY={private}\n# public, for producers: {public}")
+    say("the private key goes into the environment of every reactor, and into a backup: what it sealed dies with it")
+    say("the public key goes to producers: they seal with it and cannot read. To replace a key, see docs/sealing.md")
+
+
 @app.command(epilog=_example("reactor status --json"))
 def status(as_json: Json = False) -> None:
     """The queue's numbers, the listener, the memories. Exit code 1 when Postgres is away."""
