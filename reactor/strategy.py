@@ -129,12 +129,13 @@ class Strategy:
     """How the tokens of one integration are kept alive. Numbers are the provider's; `Integration` overrides them.
 
     Args:
-        base_url: Where `refresh` and `probe` go unless the integration says otherwise.
-        refresh: The call that brings a fresh token; None for what only a person renews.
+        base_url: Where `refresh` and `probe` go unless the integration says otherwise; empty where it must say.
+        refresh: The call that brings a fresh token; None for what only a person renews. Raises Misuse where the
+            integration lacks a setting, Permanent where the row lacks what is sent.
         read: Understands the answer to `refresh`; `answers.read_refresh` knows the bodies of RFC 6749, Meta,
             TikTok and GoHighLevel.
         renews_with: What `refresh` sends: the refresh token, the access token itself, or the parent's access token.
-        probe: A call that changes nothing and tells whether the token still works; None for none.
+        probe: A call that changes nothing and tells whether the token still works; None, or its None, for none.
         read_probe: Understands the answer to `probe`.
         rotates: The refresh token is single use: an answer that is lost may be the end of it.
         works_expired: `refresh` works after the access token has expired.
@@ -144,11 +145,11 @@ class Strategy:
         parent: The integration whose token of the same tenant this one is derived from.
     """
 
-    base_url: str
+    base_url: str = ""
     refresh: Callable[[Credential, Integration], Request] | None = None
     read: Callable[[Answer], Reading] | None = None
     renews_with: Literal["refresh_token", "access_token", "parent"] = "refresh_token"
-    probe: Callable[[Credential, Integration], Request] | None = None
+    probe: Callable[[Credential, Integration], Request | None] | None = None
     read_probe: Callable[[Answer], Reading] | None = None
     rotates: bool = False
     works_expired: bool = True
