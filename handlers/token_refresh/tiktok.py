@@ -15,14 +15,10 @@ from ._requests import client_of, refresh_token_of
 
 def refresh(credential: Credential, integration: Integration) -> Request:
     """TikTok's own form; the slash at the end of its address belongs to it."""
+    form = {"grant_type": "refresh_token", "refresh_token": refresh_token_of(credential)}
     client_key, client_secret = client_of(integration)
-    form = {
-        "client_key": client_key,
-        "client_secret": client_secret,
-        "grant_type": "refresh_token",
-        "refresh_token": refresh_token_of(credential),
-    }
-    return Request("POST", integration.token_url or f"{integration.base_url}/v2/oauth/token/", form=form)
+    url = integration.token_url or f"{integration.base_url}/v2/oauth/token/"
+    return Request("POST", url, form={**form, "client_key": client_key, "client_secret": client_secret})
 
 
 STRATEGY = Strategy(
