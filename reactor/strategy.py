@@ -177,7 +177,11 @@ def load_integrations(path: Path | None, strategies: Mapping[str, Strategy]) -> 
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise Misuse(f"REACTOR_INTEGRATIONS: {name} stands outside a [table] of an integration")
-    return {name: _integration(name, tables.get(name, {}), strategies) for name in {**strategies, **tables}}
+    integrations = {name: _integration(name, tables.get(name, {}), strategies) for name in {**strategies, **tables}}
+    for name, integration in integrations.items():
+        if integration.parent is not None and (integration.parent == name or integration.parent not in integrations):
+            raise Misuse(f"REACTOR_INTEGRATIONS: [{name}] parent {integration.parent!r} is no other integration")
+    return integrations
 
 
 def _integration(name: str, table: Mapping[str, Any], strategies: Mapping[str, Strategy]) -> Integration:
@@ -186,6 +190,8 @@ def _integration(name: str, table: Mapping[str, Any], strategies: Mapping[str, S
     if not isinstance(chosen, str) or chosen not in strategies:
         raise Misuse(f"REACTOR_INTEGRATIONS: [{name}] strategy {chosen!r} is none of {', '.join(sorted(strategies))}")
     variable = values.pop("client_secret_env", None)
+    if "name" in table:
+        raise Misuse(f"REACTOR_INTEGRATIONS: [{name}] name: the table's own name is the integration's")
     if "client_secret" in values:
         raise Misuse(f'REACTOR_INTEGRATIONS: [{name}] names its secret\'s variable: client_secret_env = "..."')
     if variable is not None:
