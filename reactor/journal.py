@@ -65,8 +65,8 @@ class Journal:
         """Be no longer alive. Entries stay."""
         if self._alive is None:
             return
-        with _on_disk("written"):
-            self._alive_file(self.process).unlink(missing_ok=True)
+        with suppress(OSError):  # the next to open removes it otherwise
+            self._alive_file(self.process).unlink()
         os.close(self._alive)
         self._alive = None
 

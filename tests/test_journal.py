@@ -244,9 +244,13 @@ def test_lookers_do_not_take_one_another_for_the_living(journal, tmp_path):
         assert not journal.is_alive(dead)
 
 
-@pytest.mark.parametrize("process", ["", "..", "../journal/x", "a" * 31, "0" * 32])
-def test_nobody_lives_under_an_id_that_nobody_has(journal, process):
-    assert not journal.is_alive(process)
+@pytest.mark.parametrize("process", ["", "..", "../journal/LIVING", "LIVING\n", "a" * 31, "0" * 32])
+def test_nobody_lives_under_an_id_that_nobody_has(journal, tmp_path, process):
+    living = Journal(tmp_path / "journal", None)
+
+    assert not journal.is_alive(process.replace("LIVING", living.process))
+    assert journal.is_alive(living.process)
+    living.close()
 
 
 def test_many_processes_that_open_a_new_journal_at_once_agree_on_its_host_and_see_each_other(tmp_path):
@@ -362,6 +366,18 @@ def test_a_torn_entry_is_broken_quotes_nothing_and_stays(tmp_path, keys, content
     journal.close()
 
 
+def test_a_whole_answer_without_its_last_name_is_an_entry_even_where_its_key_is_gone(journal, tmp_path):
+    journal.write(ATTEMPT, ENTRY)
+    answer = tmp_path / "journal" / f"{ATTEMPT}.answer"
+    answer.rename(answer.with_suffix(".reserved"))
+    without = Journal(tmp_path / "journal", None)
+
+    assert journal.entries() == without.entries() == [ATTEMPT]
+    with pytest.raises(KeyMissing):
+        without.read(ATTEMPT)
+    without.close()
+
+
 def test_an_entry_put_in_anothers_place_does_not_open(journal, tmp_path):
     other = str(uuid.UUID(int=1))
     journal.write(ATTEMPT, ENTRY)
@@ -432,4 +448,6 @@ def test_a_file_system_without_allocation_gets_zeros_written(journal, tmp_path, 
 
     journal.reserve(ATTEMPT)
 
-    assert (tmp_path / "journal" / f"{ATTEMPT}.reserved").read_bytes() == bytes(65536)
+    path = tmp_path / "journal" / f"{ATTEMPT}.reserved"
+    assert path.read_bytes() == bytes(65536)
+    assert path.stat().st_blocks * 512 >= 65536

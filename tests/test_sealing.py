@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 from conftest import REPO, command
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reactor import sealing
@@ -42,6 +42,7 @@ alike = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(value=texts, bound=bounds)
 def test_any_text_comes_back_from_a_producer_that_holds_only_the_public_key(value, bound):
     assert KEYS.open(seal(PUBLIC, value, **bound), **bound) == value
@@ -52,6 +53,7 @@ def test_empty_nul_and_long_values_are_values_like_others(value):
     assert KEYS.open(KEYS.seal(value, **BOUND), **BOUND) == value
 
 
+@settings(deadline=None)
 @given(one=alike, other=alike)
 def test_what_was_sealed_for_one_opens_for_no_other(one, other):
     assume(one != other)
@@ -62,6 +64,7 @@ def test_what_was_sealed_for_one_opens_for_no_other(one, other):
         KEYS.open(sealed, **other)
 
 
+@settings(deadline=None)
 @given(one=bounds | alike, other=bounds | alike)
 def test_distinct_tuples_never_give_the_same_info(one, other):
     assert (_info(**one) == _info(**other)) == (one == other)
