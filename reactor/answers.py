@@ -120,7 +120,8 @@ def read_error(answer: Answer, body: Mapping[str, Any]) -> Reading | None:
 
 def _error_of(body: Mapping[str, Any]) -> tuple[Verdict, str] | None:
     error, inner = body.get("error"), body.get("data")
-    for text in _texts_of(body):
+    is_plain = isinstance(error, str) and error in _WORDS and error != "invalid_request"  # X's word for a dead token
+    for text in () if is_plain else _texts_of(body):
         if (known := _SENTENCES.get(text.strip().rstrip(".").lower())) is not None:
             return known
     if isinstance(error, Mapping):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
-from wires import WIRES, Wire
+from wires import WIRES, Wire, ghl_error, meta_error
 
 CLIENT_ID = "reactor"
 PAGE = "<!doctype html><html><title>Attention Required!</title><p>Checking your browser CANARY</p></html>"
@@ -145,8 +145,6 @@ class Providers:
         path.write_text("\n".join(lines))
         return path
 
-    # what follows is the server
-
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         integration, _, path = request.path.removeprefix("/").partition("/")
         form = {**request.query, **{key: str(value) for key, value in (await request.post()).items()}}
@@ -199,35 +197,32 @@ class Providers:
     def _refresh(
         self, integration: str, wire: Wire, request: web.BaseRequest, path: str, form: dict[str, str]
     ) -> Words:
-        if integration.startswith("gohighlevel") and "Version" not in request.headers:
-            return 401, {"statusCode": 401, "message": "version header was not found.", "error": "Unauthorized"}
+        is_agency = wire is WIRES["gohighlevel"]
+        if (is_agency or wire.parent == "gohighlevel") and "Version" not in request.headers:
+            return 401, ghl_error(401, "version header was not found.", "Unauthorized")
         if wire.parent is not None:
             return self._derive(integration, wire, request, path, form)
         if not self._is_client(integration, wire, request, form):
             if wire.meta:
-                return 400, _meta_error("Error validating client secret.", 1)
+                return 400, meta_error("Error validating client secret.", 1)
             return 401, {"error": "invalid_client", "error_description": "Client authentication failed"}
         if form.get("grant_type") != wire.grant_type:
             return 400, {"error": "unsupported_grant_type"}
-        if integration == "gohighlevel" and form.get("user_type") not in {"Company", "Location"}:
-            return 422, {
-                "statusCode": 422,
-                "message": ["user_type must be a valid enum value"],
-                "error": "Unprocessable",
-            }
+        if is_agency and form.get("user_type") not in {"Company", "Location"}:
+            return 422, ghl_error(422, ["user_type must be a valid enum value"], "Unprocessable Entity")
         key, now = form.get(wire.key, ""), self.clock()
         grant = self._by_token.get(key)
         if grant is None or grant.integration != integration or key not in grant.keys or grant.revoked:
-            return self._refusal(integration, wire)
+            return 400, wire.refusal
         ends_at = grant.refresh_ends_at if wire.key == "refresh_token" else grant.access[key]
         if not _lives(ends_at, now):
-            return self._refusal(integration, wire)
+            return 400, wire.refusal
         if now - grant.born[key] < self.minimum_age_s.get(integration, 0):
-            return 400, _meta_error("The access token is too young to be refreshed.", 100)
+            return 400, meta_error("The access token is too young to be refreshed.", 100)
         rotation, spent_at = self.rotation.get(integration, wire.rotation), grant.keys[key]
         if spent_at is not None and (rotation == "strict" or now - spent_at > self.grace_s):
             grant.revoked = rotation == "strict"
-            return self._refusal(integration, wire)
+            return 400, wire.refusal
         return 200, self._renew(grant, wire, key, rotates=rotation != "none")
 
     def _renew(self, grant: Grant, wire: Wire, key: str, *, rotates: bool) -> dict[str, Any]:
@@ -254,46 +249,33 @@ class Providers:
         token = form.get("access_token") or _bearer(request)
         parent = self._by_token.get(token)
         account = form.get("locationId") or path.rpartition("/")[2]
-        if parent is None or parent.integration != wire.parent or not self.works(token):
-            if wire.meta:
-                return 400, _meta_error("Error validating access token: Session has expired.", 190, 463)
-            message = "Invalid token: access token is invalid"
-            return 401, {"statusCode": 401, "message": message, "error": "Unauthorized"}
+        if parent is None or self._wire(parent.integration) is not WIRES[wire.parent or ""] or not self.works(token):
+            return 400 if wire.meta else 401, wire.refusal
         if wire.meta:
             page = Grant(integration, parent.tenant, account)
             return 200, {"access_token": self._mint(page, "access", self.clock()), "id": account}
         if not form.get("companyId") or not form.get("locationId"):
-            return 422, {"statusCode": 422, "message": ["companyId should not be empty"], "error": "Unprocessable"}
+            return 422, ghl_error(422, ["companyId should not be empty"], "Unprocessable Entity")
         if self.states.get(account) == "inactive":
-            return 400, {"statusCode": 400, "message": "Location is not active", "error": "Bad Request"}
+            return 400, ghl_error(400, "Location is not active", "Bad Request")
         location = Grant(integration, parent.tenant, account)
         body = {"access_token": self._mint(location, "access", self.clock()), "token_type": "Bearer"}
         return 201, {**body, "expires_in": int(self._lives(integration)[0] or 0), "locationId": account}
 
     def _probe(self, integration: str, wire: Wire, request: web.BaseRequest, path: str, form: dict[str, str]) -> Words:
         account = path.rpartition("/")[2]
-        if integration == "linkedin":
+        if wire is WIRES["linkedin"]:
             if not self._is_client(integration, wire, request, form):
                 return 401, {"error": "invalid_client", "error_description": "Client authentication failed"}
             works = self.works(form.get("token", ""))
             return 200, {"active": works, "status": "active" if works else "revoked", "client_id": CLIENT_ID}
         if not self.works(request.headers.get("apikey") or _bearer(request)):
             if wire.meta:
-                return 400, _meta_error("Error validating access token: Session has expired.", 190, 463)
+                return 400, wire.refusal
             return 401, {"status": 401, "error": "Unauthorized", "response": {"message": "Unauthorized"}}
-        if integration in {"evolution", "stevo"}:
+        if wire in (WIRES["evolution"], WIRES["stevo"]):
             return 200, {"instance": {"instanceName": account, "state": self.states.get(account, "open")}}
         return 200, {"id": account}
-
-    def _refusal(self, integration: str, wire: Wire) -> Words:
-        if wire.meta:
-            return 400, _meta_error("Error validating access token: Session has expired.", 190, 463)
-        if integration == "x":
-            words = "Value passed for the token was invalid."
-            return 400, {"error": "invalid_request", "error_description": words}
-        if integration == "gohighlevel":
-            return 400, {"statusCode": 400, "message": "Invalid refresh token", "error": "Bad Request"}
-        return 400, {"error": "invalid_grant", "error_description": wire.words}
 
     def _is_client(self, integration: str, wire: Wire, request: web.BaseRequest, form: dict[str, str]) -> bool:
         secret = self._secret(integration)
@@ -335,11 +317,6 @@ def _lives(ends_at: float | None, now: float) -> bool:
 
 def _bearer(request: web.BaseRequest) -> str:
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _meta_error(message: str, code: int, subcode: int | None = None) -> dict[str, Any]:
-    error = {"message": message, "type": "OAuthException", "code": code, "fbtrace_id": "AbCdEfGhIjK"}
-    return {"error": error if subcode is None else {**error, "error_subcode": subcode}}
 
 
 def _response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -68,6 +68,8 @@ REFRESHES = [
     (400, meta(190, 464), Verdict.RECONNECT, "meta_190_464"),
     (400, meta(190, 492), Verdict.RECONNECT, "meta_190_492"),
     (400, meta(102), Verdict.RECONNECT, "meta_102"),
+    (400, rfc("invalid_grant", "Invalid refresh token"), Verdict.RECONNECT, "invalid_grant"),
+    (401, rfc("invalid_client", "Invalid refresh token"), Verdict.APP, "invalid_client"),
     (400, ghl(400, "Invalid refresh token"), Verdict.RECONNECT, "ghl_invalid_refresh_token"),
     # app
     (401, rfc("invalid_client", "Client authentication failed"), Verdict.APP, "invalid_client"),

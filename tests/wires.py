@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
+
+
+def meta_error(message: str, code: int, subcode: int | None = None) -> dict[str, Any]:
+    error = {"message": message, "type": "OAuthException", "code": code, "fbtrace_id": "AbCdEfGhIjK"}
+    return {"error": error if subcode is None else {**error, "error_subcode": subcode}}
+
+
+def invalid_grant(description: str) -> dict[str, Any]:
+    return {"error": "invalid_grant", "error_description": description}
+
+
+def ghl_error(status: int, message: Any, error: str) -> dict[str, Any]:
+    return {"statusCode": status, "message": message, "error": error}
+
+
+EXPIRED = meta_error("Error validating access token: Session has expired.", 190, 463)
+GOOGLE = invalid_grant("Token has been expired or revoked.")
 
 
 @dataclass(frozen=True)
@@ -22,19 +39,22 @@ class Wire:
     rotation: str = "none"
     parent: str | None = None
     refresh_life: str | None = None  # the field that tells the refresh token's life
-    meta: bool = False
-    words: str = "The provided authorization grant or refresh token is invalid, expired or revoked"
+    refusal: dict[str, Any] = field(default_factory=lambda: invalid_grant("The refresh token is invalid or expired."))
+
+    @property
+    def meta(self) -> bool:
+        return self.refusal is EXPIRED
 
 
-def _meta(key: str, grant_type: str, refresh: str, **more: Any) -> Wire:
+def _meta_wire(key: str, grant_type: str, refresh: str, **more: Any) -> Wire:
     lives_s = (60 * DAY_S, None)
-    return Wire(refresh, "GET .*me", key, grant_type, lives_s=lives_s, meta=True, **{"auth": "none", **more})
+    return Wire(refresh, "GET .*me", key, grant_type, lives_s=lives_s, refusal=EXPIRED, **{"auth": "none", **more})
 
 
 WIRES = {
-    "instagram": _meta("access_token", "ig_refresh_token", "GET refresh_access_token"),
-    "threads": _meta("access_token", "th_refresh_token", "GET refresh_access_token"),
-    "facebook": _meta("fb_exchange_token", "fb_exchange_token", r"GET v\d+\.0/oauth/access_token", auth="body"),
+    "instagram": _meta_wire("access_token", "ig_refresh_token", "GET refresh_access_token"),
+    "threads": _meta_wire("access_token", "th_refresh_token", "GET refresh_access_token"),
+    "facebook": _meta_wire("fb_exchange_token", "fb_exchange_token", r"GET v\d+\.0/oauth/access_token", auth="body"),
     "facebook_page": Wire(
         r"GET v\d+\.0/(?!me$)[^/]+",
         "GET .*me",
@@ -42,25 +62,32 @@ WIRES = {
         lives_s=(None, None),
         auth="none",
         parent="facebook",
-        meta=True,
+        refusal=EXPIRED,
     ),
     "linkedin": Wire(
         "POST oauth/v2/accessToken",
         "POST oauth/v2/introspectToken",
         lives_s=(60 * DAY_S, 365 * DAY_S),
         refresh_life="refresh_token_expires_in",
+        refusal=invalid_grant("The provided authorization grant or refresh token is invalid, expired or revoked"),
     ),
-    "google": Wire("POST token", words="Token has been expired or revoked."),
-    "youtube": Wire("POST token", words="Token has been expired or revoked."),
+    "google": Wire("POST token", refusal=GOOGLE),
+    "youtube": Wire("POST token", refusal=GOOGLE),
     "tiktok": Wire(
         "POST v2/oauth/token/",
         auth="client_key",
         lives_s=(2 * HOUR_S, 180 * DAY_S),
         rotation="strict",
         refresh_life="refresh_expires_in",
-        words="Refresh token is invalid or expired.",
+        refusal={**invalid_grant("Refresh token is invalid or expired."), "log_id": "2"},
     ),
-    "x": Wire("POST 2/oauth2/token", auth="basic", lives_s=(2 * HOUR_S, 182 * DAY_S), rotation="strict"),
+    "x": Wire(
+        "POST 2/oauth2/token",
+        auth="basic",
+        lives_s=(2 * HOUR_S, 182 * DAY_S),
+        rotation="strict",
+        refusal={"error": "invalid_request", "error_description": "Value passed for the token was invalid."},
+    ),
     "pinterest": Wire(
         "POST v5/oauth/token",
         auth="basic",
@@ -68,8 +95,19 @@ WIRES = {
         rotation="strict",
         refresh_life="refresh_token_expires_in",
     ),
-    "gohighlevel": Wire("POST oauth/token", lives_s=(DAY_S, 365 * DAY_S), rotation="strict"),
-    "gohighlevel_location": Wire("POST oauth/locationToken", auth="none", lives_s=(DAY_S, None), parent="gohighlevel"),
+    "gohighlevel": Wire(
+        "POST oauth/token",
+        lives_s=(DAY_S, 365 * DAY_S),
+        rotation="strict",
+        refusal=ghl_error(400, "Invalid refresh token", "Bad Request"),
+    ),
+    "gohighlevel_location": Wire(
+        "POST oauth/locationToken",
+        auth="none",
+        lives_s=(DAY_S, None),
+        parent="gohighlevel",
+        refusal=ghl_error(401, "Invalid token: access token is invalid", "Unauthorized"),
+    ),
     "gohighlevel_pit": Wire(None, "GET locations/.+", lives_s=(90 * DAY_S, None)),
     "evolution": Wire(None, "GET instance/connectionState/.+", lives_s=(None, None)),
     "stevo": Wire(None, "GET instance/connectionState/.+", lives_s=(None, None)),

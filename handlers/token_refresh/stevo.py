@@ -6,6 +6,8 @@ Stevo publishes no address that serves everyone: base_url is the one its panel s
 
 from __future__ import annotations
 
-from .evolution import STRATEGY
+from reactor.strategy import Strategy
 
-__all__ = ["STRATEGY"]
+from .evolution import probe, read_state
+
+STRATEGY = Strategy(probe=probe, read_probe=read_state)

@@ -6,6 +6,15 @@ Access 1 h; the refresh token as in google.py.
 
 from __future__ import annotations
 
-from .google import STRATEGY
+from reactor.answers import read_refresh
+from reactor.strategy import HOUR_S, Strategy
 
-__all__ = ["STRATEGY"]
+from .google import refresh
+
+STRATEGY = Strategy(
+    base_url="https://oauth2.googleapis.com",
+    refresh=refresh,
+    read=read_refresh,
+    margin_s=HOUR_S / 6,
+    life_s=HOUR_S,
+)
