@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reactor.answers import read_probe, read_refresh
@@ -257,6 +257,7 @@ BODIES = st.binary(max_size=99) | st.builds(lambda value: json.dumps(value).enco
 HEADERS = st.dictionaries(st.sampled_from(["retry-after", "content-type"]), st.text(max_size=30))
 
 
+@settings(deadline=None)
 @given(st.integers(100, 599), HEADERS, BODIES)
 @example(200, {}, b'{"data": {"error_code": 1e400}, "access_token": "a"}')
 def test_whatever_comes_is_read_without_raising_and_its_words_stay_out_of_the_code(status, headers, body):
@@ -269,6 +270,7 @@ def test_whatever_comes_is_read_without_raising_and_its_words_stay_out_of_the_co
         assert reading.retry_after_s is None or 0 <= reading.retry_after_s <= DAY_S
 
 
+@settings(deadline=None)
 @given(st.integers(100, 599), HEADERS, BODIES)
 def test_only_a_refusal_in_known_words_revokes(status, headers, body):
     reading = read_refresh(Answer(status, headers, body))
@@ -280,6 +282,7 @@ def test_only_a_refusal_in_known_words_revokes(status, headers, body):
         assert reading.code not in {"error_unknown", f"http_{status}", "not_json", "no_access_token"}
 
 
+@settings(deadline=None)
 @given(st.integers(400, 499), st.text())
 def test_an_error_that_nobody_knows_revokes_nobody_and_is_not_repeated(status, word):
     reading = read_refresh(answer(status, {"error": f"CANARY{word}"}))

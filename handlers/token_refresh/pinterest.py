@@ -1,6 +1,6 @@
 """Pinterest: Basic, and a refresh token of 60 d that each refresh replaces.
 
-https://developers.pinterest.com/docs/getting-started/set-up-authentication-and-authorization/
+https://developers.pinterest.com/docs/getting-started/scopes/
 Access 30 d; the older refresh token of 365 d is no longer issued. Apps older than 2025-09-25 ask for the
 continuous kind, the others ignore the word.
 """

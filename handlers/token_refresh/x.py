@@ -1,6 +1,6 @@
 """X: a refresh token (scope offline.access) is good for one use, and a second use may end the whole grant.
 
-https://docs.x.com/resources/fundamentals/authentication/oauth-2-0/authorization-code
+https://docs.x.com/fundamentals/authentication/oauth-2-0/authorization-code
 Access 2 h; refresh 6 months by report. A confidential client shows itself by Basic, a public one by client_id alone.
 """
 
