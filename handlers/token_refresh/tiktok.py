@@ -26,7 +26,7 @@ STRATEGY = Strategy(
     refresh=refresh,
     read=read_refresh,
     rotates=True,
-    margin_s=HOUR_S / 2,  # a quarter of the shorter life
+    margin_s=2 * HOUR_S,  # of 24 h; of the shorter life the schedule takes half
     life_s=2 * HOUR_S,
     refresh_life_s=180 * DAY_S,
 )
