@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import asyncpg
+from pydantic import SecretStr
 
 from reactor import db
 from reactor.embedder import Embedder
@@ -29,6 +30,9 @@ from reactor.models import Embedders
 from reactor.schedules import fire_due
 from reactor.settings import Settings
 from reactor.worker import Worker
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _CLOSE_S = 2.0
 _SWITCH_S = (
@@ -117,8 +121,9 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             "log": log,
             "settings": settings,
         }
-        if any("http" in wanted_by(type_, handler, resources) for type_, handler in handlers.items()):
-            import aiohttp  # noqa: PLC0415  # 10 MB that only a handler who asks for it pays
+        webhook = settings.alert_webhook
+        if webhook or any("http" in wanted_by(type_, handler, resources) for type_, handler in handlers.items()):
+            import aiohttp  # noqa: PLC0415  # 10 MB that only who asks for it pays
 
             resources["http"] = await stack.enter_async_context(aiohttp.ClientSession())
         bound = bind(handlers, resources)
@@ -130,10 +135,10 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             instance=place.instance,
             snooze_limit=timedelta(days=settings.snooze_limit_d),
         )
-        wakeup, schedules_bell, health_bell = Wakeup(), Wakeup(), Wakeup()
+        wakeup, schedules_bell, health_bell, alerts_bell = Wakeup(), Wakeup(), Wakeup(), Wakeup()
 
         def look_at_everything() -> None:
-            for bell in (wakeup, schedules_bell, health_bell):
+            for bell in (wakeup, schedules_bell, health_bell, alerts_bell):
                 bell.ring("listener")
 
         def distrust_connections() -> None:  # the listener's was half-open, perhaps: then these are, too
@@ -146,6 +151,7 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             {
                 "reactor_wake": lambda _payload: wakeup.ring("notify"),
                 "reactor_schedules": lambda _payload: schedules_bell.ring(),
+                "reactor_alerts": lambda _payload: alerts_bell.ring(),
             },
             log=log,
             on_ready=look_at_everything,
@@ -160,7 +166,9 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             tasks.start_soon(_owe_reconcile, queue_pool, settings.reconcile_s, log)
             tasks.start_soon(_fire_schedules, queue_pool, schedules_bell, log)
             tasks.start_soon(_check_health, queue_pool, worker, listener, health_bell, name, settings.stuck_s, log)
-            tasks.start_soon(_notice_sleep, (wakeup, schedules_bell))
+            if webhook:
+                tasks.start_soon(_tell_alerts, queue_pool, webhook, resources["http"], alerts_bell, log)
+            tasks.start_soon(_notice_sleep, (wakeup, schedules_bell, alerts_bell))
             log.info("started", model=embedders.target.model, handlers=sorted(bound))
             yield worker
             tasks.cancel_scope.cancel()
@@ -301,6 +309,12 @@ async def _check_health(
         with anyio.CancelScope(shield=True), suppress(Unavailable, asyncpg.PostgresError):
             async with db.borrowed(pool, _CLOSE_S) as conn:
                 await conn.execute("delete from reactor.reactors where name = $1", name)
+
+
+async def _tell_alerts(pool: db.Pool, url: SecretStr, http: aiohttp.ClientSession, bell: Wakeup, log: Log) -> None:
+    from reactor.webhook import deliver  # noqa: PLC0415  # it imports aiohttp
+
+    await _repeat("webhook", lambda: deliver(pool, url, http=http, log=log), log, bell=bell)
 
 
 async def _notice_sleep(bells: Sequence[Wakeup]) -> None:

@@ -168,8 +168,10 @@ language sql immutable strict parallel safe
 set search_path = pg_catalog, pg_temp
 as $$ select regexp_replace(lower(normalize(p_text, nfkd)), '[\u0300-\u036f]', '', 'g') $$;
 
--- What a person must see to: one open row a cause and subject.
+-- What a person must see to: one open row a cause, subject and tenant ('': the operator's own, which no tenant sees).
 --   open --(cured)--> resolved
+-- Its news are what a webhook is owed: that it opened, that its detail's `threshold` is another, that it was resolved.
+-- Whoever closes a row by whatever statement owes the last of them: `owes` is reckoned, not kept.
 create table if not exists reactor.alerts (
     id bigint generated always as identity primary key,
     cause text not null,
@@ -178,31 +180,171 @@ create table if not exists reactor.alerts (
     occurrences bigint not null default 1,
     opened_at timestamptz not null default now(),
     seen_at timestamptz not null default now(),
-    resolved_at timestamptz
+    resolved_at timestamptz,
+    tenant_id text not null default '',
+    news bigint not null default 1,                -- the occurrence at which it last became news
+    told bigint not null default 0,                -- the news last told; its end is news + 1
+    failures int not null default 0,               -- of telling what is owed, in a row
+    tell_at timestamptz not null default now(),    -- when what is owed is tried (again), or the end of the teller's lease
+    owes bigint generated always as (news + (resolved_at is not null)::int - told) stored  -- something, when positive
 );
-call reactor.put_index('reactor.alerts_open', $$create unique index alerts_open on reactor.alerts (cause, subject) where resolved_at is null$$);
+do $$
+begin
+    if not exists (select from pg_attribute where attrelid = 'reactor.alerts'::regclass and attname = 'owes') then  -- of an earlier release
+        alter table reactor.alerts
+            add column tenant_id text not null default '', add column news bigint not null default 1,
+            add column told bigint not null default 0, add column failures int not null default 0,
+            add column tell_at timestamptz not null default now();
+        alter table reactor.alerts
+            add column owes bigint generated always as (news + (resolved_at is not null)::int - told) stored;
+        drop index reactor.alerts_open;
+        drop function reactor.open_alert(text, text, jsonb), reactor.resolve_alert(text, text);
+    end if;
+end
+$$;
+call reactor.put_index('reactor.alerts_open',
+    $$create unique index alerts_open on reactor.alerts (cause, subject, tenant_id) where resolved_at is null$$);
+call reactor.put_index('reactor.alerts_owed', $$create index alerts_owed on reactor.alerts (tell_at, id) where owes > 0$$);
 call reactor.protect('reactor.alerts', 'registry');
+call reactor.put_policy('reactor.alerts', 'reactor_scope', format('to %I using (tenant_id = (select reactor.scope())) '
+    'with check (tenant_id = (select reactor.scope()))', reactor.worker_role()));
 
--- Opens an alert, or counts one more occurrence of the open one. True when it is new.
-create or replace function reactor.open_alert(p_cause text, p_subject text, p_detail jsonb default '{}') returns boolean
+-- The webhook as all reactors know it: one row, from the first one on that has an address.
+create table if not exists reactor.alert_webhook (
+    is_it boolean primary key default true check (is_it),
+    seen_at timestamptz not null,                  -- when a reactor had one, to the hour
+    is_away boolean not null default false         -- what was tried for the first time failed, and nothing was told since
+);
+call reactor.protect('reactor.alert_webhook', 'registry');
+
+create or replace function reactor.alert_owes() returns trigger
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_notification_queue_usage() < 0.9 then  -- as in reactor.ring
+        perform pg_notify('reactor_alerts', '');
+    end if;
+    return null;
+end
+$$;
+do $$
+begin
+    if not exists (select from pg_trigger where tgrelid = 'reactor.alerts'::regclass and tgname = 'reactor_opened') then
+        create trigger reactor_opened after insert on reactor.alerts for each row execute function reactor.alert_owes();
+        create trigger reactor_owes after update on reactor.alerts for each row when (new.owes > old.owes)
+            execute function reactor.alert_owes();
+    end if;
+end
+$$;
+
+-- Opens an alert of a tenant ('': the operator's own), or counts one more occurrence of the open one. True when that is
+-- news: it is new, or its detail's `threshold` is another than before.
+create or replace function reactor.open_alert(p_cause text, p_subject text, p_detail jsonb default '{}', p_tenant text default '')
+returns boolean
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    insert into reactor.alerts as a (cause, subject, detail) values ($1, $2, $3)
-    on conflict (cause, subject) where resolved_at is null
-    do update set occurrences = a.occurrences + 1, seen_at = now(), detail = excluded.detail
-    returning occurrences = 1
+    insert into reactor.alerts as a (cause, subject, detail, tenant_id) values ($1, $2, $3, $4)
+    on conflict (cause, subject, tenant_id) where resolved_at is null
+    do update set occurrences = a.occurrences + 1, seen_at = now(), detail = excluded.detail,
+        news = case when a.detail -> 'threshold' is distinct from excluded.detail -> 'threshold' then a.occurrences + 1 else a.news end
+    returning occurrences = news
 $$;
 
--- Closes the open alert of a cause and subject; true when there was one.
-create or replace function reactor.resolve_alert(p_cause text, p_subject text) returns boolean
+-- Closes the open alert of a cause and subject, of a tenant or (null) whosever; true when there was one.
+create or replace function reactor.resolve_alert(p_cause text, p_subject text, p_tenant text default null) returns boolean
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
     with closed as (
         update reactor.alerts set resolved_at = now()
-        where cause = $1 and subject = $2 and resolved_at is null
+        where cause = $1 and subject = $2 and (tenant_id = $3 or $3 is null) and resolved_at is null
         returning id
     )
     select exists (select from closed)
+$$;
+
+-- Says that a reactor has a webhook. Where none had one for a day, what was over before is told to nobody.
+create or replace function reactor.expect_webhook() returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_seen_at timestamptz := (select seen_at from reactor.alert_webhook);
+begin
+    if v_seen_at > now() - interval '1 h' then
+        return;
+    end if;
+    if v_seen_at is null or v_seen_at < now() - interval '1 d' then
+        update reactor.alerts set told = news + 1 where resolved_at is not null and told = 0;
+    end if;
+    insert into reactor.alert_webhook (seen_at) values (now()) on conflict (is_it) do update set seen_at = excluded.seen_at;
+end
+$$;
+
+-- Leases the alert whose news has been due for longest to a teller, who must have done with it within p_lease; an earlier
+-- alert of the same must have been told to its end. One row: the news and its stable key; or, with a null id, the seconds
+-- until one is due (null: nothing is owed, or all of it is locked).
+create or replace function reactor.claim_alert(p_lease interval)
+returns table (
+    id bigint, event text, news bigint, key text, leased_until timestamptz, wait_s float8,
+    cause text, subject text, tenant_id text, detail jsonb, opened_at timestamptz, resolved_at timestamptz, occurrences bigint
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    a reactor.alerts;
+    v_news bigint;
+begin
+    select o.* into a from reactor.alerts o
+    where o.owes > 0 and not exists (
+        select from reactor.alerts e
+        where e.owes > 0 and e.cause = o.cause and e.subject = o.subject and e.tenant_id = o.tenant_id and e.id < o.id)
+    order by o.tell_at, o.id limit 1 for update skip locked;
+    if a.tell_at <= now() then
+        update reactor.alerts u set tell_at = now() + p_lease where u.id = a.id;
+        v_news := case when a.told < a.news then a.news else a.news + 1 end;
+        return query
+        select a.id, case when a.told < a.news then 'alert_opened' else 'alert_resolved' end, v_news,
+            format('%s-alert-%s-%s', left(i.id::text, 8), a.id, v_news), now() + p_lease, null::float8,
+            a.cause, a.subject, a.tenant_id, a.detail, a.opened_at, case when a.told >= a.news then a.resolved_at end, a.occurrences
+        from reactor.instance i;
+        return;
+    end if;
+    wait_s := extract(epoch from a.tell_at - now());
+    return next;
+end
+$$;
+
+-- The webhook has taken this news.
+create or replace function reactor.alert_told(p_id bigint, p_news bigint) returns void
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+    update reactor.alerts set told = greatest(told, $2), failures = 0, tell_at = now() where id = $1;
+    update reactor.alert_webhook set is_away = false where is_away;
+$$;
+
+-- The webhook has not taken what was leased until then: tries again after 5 s, 30 s, 2 min, 10 min, and every hour, and
+-- not before p_least_s. True where that begins an outage.
+create or replace function reactor.alert_not_told(p_id bigint, p_leased_until timestamptz, p_least_s float8) returns boolean
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_failures int;
+begin
+    update reactor.alerts set failures = failures + 1,
+        tell_at = now() + make_interval(secs => greatest((array[5, 30, 120, 600, 3600])[least(failures + 1, 5)], p_least_s))
+    where id = p_id and tell_at = p_leased_until  -- another may hold it by now
+    returning failures into v_failures;
+    if v_failures is distinct from 1 then
+        return false;
+    end if;
+    update reactor.alert_webhook set is_away = true where not is_away;
+    return found;
+end
 $$;

@@ -34,6 +34,8 @@ begin
             grant select, insert, update on reactor.tenants to %1$I;
             grant select, insert, update, delete on reactor.memories to %1$I;
             grant select, insert on reactor.notes to %1$I;
+            grant select, insert, update on reactor.alerts to %1$I;
+            grant execute on function reactor.open_alert, reactor.resolve_alert to %1$I;
             grant execute on function reactor.scope, reactor.worker_role, reactor.enter_tenant, reactor.leave_tenant, reactor.fold,
                 reactor.json_text, reactor.clean_json, reactor.complete_jobs, reactor.source_rows, reactor.source_ids,
                 reactor.is_readable, reactor.replace_memories, reactor.remove_truncated, reactor.move_version, reactor.model_of,
