@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime, timedelta
 
 import aiohttp
@@ -10,15 +11,16 @@ import anyio
 import asyncpg
 import pytest
 from aiohttp import web
-from conftest import connect, eventually, make_settings, running_reactor
+from conftest import POSTGRES, connect, eventually, make_settings, running_reactor
 from pydantic import SecretStr
+from servers import own_cluster
 
 from reactor import db, tenant, webhook
 from reactor.log import get_log
 from reactor.webhook import deliver, text_of
 
 SECRET = "T0-s3cret-p4th"
-Answer = Callable[[web.Request, dict], web.StreamResponse]
+Answer = Callable[[web.Request, dict], web.StreamResponse | Awaitable[web.StreamResponse]]
 
 
 def taken(_request: web.Request, _body: dict) -> web.StreamResponse:
@@ -66,7 +68,8 @@ class Receiver:
         if self.hangs_on == body["subject"]:
             self.hanging.set()
             await anyio.sleep_forever()
-        return self.answer(request, body)
+        answer = self.answer(request, body)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def _handle_elsewhere(self, _request: web.Request) -> web.StreamResponse:
         self.elsewhere += 1
@@ -147,7 +150,9 @@ async def test_an_alert_is_told_when_it_opens_and_when_it_is_resolved(conn, tell
     assert first_wait_s == 60.0, "nothing is owed: only the floor is left"
 
 
-async def test_an_alert_that_was_over_before_anybody_looked_is_told_from_its_beginning(conn, tell, receiver):
+async def test_an_alert_that_was_opened_and_resolved_before_anybody_looked_is_told_from_its_beginning(
+    conn, tell, receiver
+):
     await open_alert(conn)
     await resolve_alert(conn)
     await open_alert(conn, detail={"threshold": 1})
@@ -475,22 +480,27 @@ async def test_a_teller_whose_lease_passed_on_moves_nothing(conn):
     assert (failed, await conn.fetchval("select failures from reactor.alerts")) == (False, 0)
 
 
-async def test_a_postgres_that_is_away_is_said_when_every_request_has_ended(conn, dsn, receiver, http):
-    async with db.create_pool(dsn, application="doomed", size=5) as doomed:
-        await open_alert(conn)
-        answered = anyio.Event()
+async def test_a_postgres_that_fails_is_said_once_every_request_in_hand_has_ended(conn, tell, receiver):
+    await conn.execute("""
+        create sequence tried;
+        create or replace function reactor.alert_told(p_id bigint, p_news bigint) returns void language plpgsql as
+            $$ begin perform nextval('public.tried'); raise exception 'a full disk, say'; end $$;
+    """)
+    for subject in ("s0", "s1"):
+        await open_alert(conn, subject)
 
-        def answer(_request: web.Request, _body: dict) -> web.StreamResponse:
-            answered.set()
+    async def answer(_request: web.Request, body: dict) -> web.StreamResponse:
+        if body["subject"] == "s0":
             return web.Response()
+        await eventually(lambda: conn.fetchval("select is_called from tried"))
+        return web.Response(status=500)
 
-        receiver.answer = answer
-        await conn.execute("alter table reactor.alert_webhook rename to gone")
+    receiver.answer = answer
 
-        with pytest.raises(asyncpg.PostgresError):
-            await deliver(doomed, receiver.url, http=http, log=get_log())
+    with pytest.raises(asyncpg.RaiseError):
+        await tell()
 
-        assert not answered.is_set()
+    assert await conn.fetchval("select failures from reactor.alerts where subject = 's1'") == 1
 
 
 # --- several reactors, and waking ---
@@ -545,6 +555,29 @@ async def test_only_news_ring(conn, dsn):
     assert await rings("select reactor.alert_told(id, 4) from reactor.alerts") == 0
     assert await rings("select reactor.open_alert('c', n::text) from generate_series(1, 50) n") == 1
     await listening.close()
+
+
+@pytest.mark.skipif(POSTGRES < 17, reason="the queue of notifications is 8 GB there")
+async def test_a_queue_of_notifications_that_is_full_keeps_no_alert_from_being_opened_and_closed(server):
+    with own_cluster(server.programs) as cluster:
+        cluster.stop("fast")
+        cluster.start("max_notify_queue_pages=64")
+        await db.migrate(cluster.dsn)
+        conn, stuck = await connect(cluster.dsn), await connect(cluster.dsn)
+        await stuck.execute("listen anything")
+        await stuck.execute("begin; select 1")  # it takes no notification until this ends
+        with pytest.raises(asyncpg.ProgramLimitExceededError):
+            while True:
+                await conn.execute("select pg_notify('anything', repeat('x', 7000))")
+        with pytest.raises(asyncpg.ProgramLimitExceededError):
+            while True:
+                await conn.execute("select pg_notify('anything', '')")
+
+        assert await open_alert(conn) is True
+        assert await resolve_alert(conn) is True
+
+        stuck.terminate()
+        await conn.close()
 
 
 async def test_without_a_webhook_alerts_are_rows_that_go_when_they_are_old(conn, dsn):
@@ -623,13 +656,23 @@ async def test_a_worker_sees_and_writes_the_alerts_of_its_own_tenant_only(conn, 
     ]
 
 
-async def test_a_tenant_s_alert_rings_from_within_its_scope_and_is_told(pool, conn, tell, receiver):
-    async with tenant(pool, "lua") as worker:
-        await open_alert(worker, tenant_id="lua")
+async def test_an_alert_opened_and_closed_within_a_tenant_s_scope_wakes_the_reactor_and_is_told(
+    pool, conn, dsn, receiver, monkeypatch
+):
+    monkeypatch.setattr(webhook, "_FLOOR_S", 3600.0)
+    async with running_reactor(make_settings(database_url=dsn, alert_webhook=receiver.url)):
+        await eventually(lambda: conn.fetchval("select exists (select from reactor.alert_webhook)"))
+        async with tenant(pool, "lua") as worker:
+            await open_alert(worker, tenant_id="lua")
+        await eventually(lambda: receiver.told)
+        async with tenant(pool, "lua") as worker:
+            await resolve_alert(worker)
+        await eventually(lambda: conn.fetchval("select owes = 0 from reactor.alerts"))
 
-    await tell()
-
-    assert [body["tenant_id"] for body in receiver.received] == ["lua"]
+    assert [(body["event"], body["tenant_id"]) for body in receiver.received] == [
+        ("alert_opened", "lua"),
+        ("alert_resolved", "lua"),
+    ]
 
 
 async def test_an_alert_is_resolved_for_one_tenant_or_for_whoever_has_it(conn):
