@@ -81,7 +81,7 @@ class Providers:
         self._by_token: dict[str, Grant] = {}
 
     async def __aenter__(self) -> Self:
-        self._closing = asyncio.Event()
+        self._closing, self.gate = asyncio.Event(), asyncio.Event()
         server = web.Server(self._serve)
         self._runner = web.ServerRunner(server, shutdown_timeout=0, access_log=None)
         await self._runner.setup()
@@ -118,9 +118,15 @@ class Providers:
         grant = self._by_token.get(access_token)
         return grant is not None and not grant.revoked and _lives(grant.access.get(access_token, 0), self.clock())
 
+    def newest(self, token: str) -> tuple[str, str | None]:
+        """The access and refresh token issued last to the grant that this one is of."""
+        grant = self._by_token[token]
+        return list(grant.access)[-1], grant.refresh_token
+
     def fail(self, integration: str, *answers: Any) -> None:
         """What the next calls get instead: (status, body, headers), or `hang`, `reset_before`, `reset_after`,
-        `slow:<s>`, `html` (a firewall's 403), `html:<status>`, `truncated`. `*_after` and `truncated` rotate first.
+        `slow:<s>`, `html` (a firewall's 403), `html:<status>`, `truncated`, `gate` (the answer stays here until the
+        test sets `gate`). `*_after`, `truncated` and `gate` rotate first.
         """
         self._faults[integration].extend(answers)
 
@@ -176,6 +182,10 @@ class Providers:
         if kind == "slow":
             await asyncio.sleep(float(number))
             return _response(*answer())
+        if kind == "gate":
+            words = answer()
+            await self.gate.wait()
+            return _response(*words)
         if kind == "truncated":
             whole = json.dumps(answer()[1]).encode()
             half = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
