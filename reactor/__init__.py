@@ -3,16 +3,40 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reactor.errors import Permanent, Unavailable
+from reactor.errors import NeedsReconnect, Permanent, Unavailable
 from reactor.job import Handler, Job, Snooze
 
 if TYPE_CHECKING:
     from reactor.db import tenant
     from reactor.memory import Hit, Hits, Memory
+    from reactor.sealing import seal
+    from reactor.tokens import FreshToken, Tokens
 
-__all__ = ["Handler", "Hit", "Hits", "Job", "Memory", "Permanent", "Snooze", "Unavailable", "tenant"]
+__all__ = [
+    "FreshToken",
+    "Handler",
+    "Hit",
+    "Hits",
+    "Job",
+    "Memory",
+    "NeedsReconnect",
+    "Permanent",
+    "Snooze",
+    "Tokens",
+    "Unavailable",
+    "seal",
+    "tenant",
+]
 
-_HOMES = {"Hit": "reactor.memory", "Hits": "reactor.memory", "Memory": "reactor.memory", "tenant": "reactor.db"}
+_HOMES = {
+    "FreshToken": "reactor.tokens",
+    "Hit": "reactor.memory",
+    "Hits": "reactor.memory",
+    "Memory": "reactor.memory",
+    "Tokens": "reactor.tokens",
+    "seal": "reactor.sealing",
+    "tenant": "reactor.db",
+}
 
 
 def __getattr__(name: str) -> object:

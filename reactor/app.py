@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import asyncpg
 from pydantic import SecretStr
 
@@ -27,8 +28,10 @@ from reactor.listener import Listener, Wakeup, hears
 from reactor.loading import bind, load_handlers, wanted_by
 from reactor.log import Log, get_log
 from reactor.models import Embedders
+from reactor.refresher import Refresher
 from reactor.schedules import fire_due
 from reactor.settings import Settings
+from reactor.tokens import Tokens
 from reactor.worker import Worker
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ _WORK_S = 30.0  # a connection that is half open says nothing
 _SCHEDULES_S = 60.0  # the floor under a schedule changed unheard
 _HEALTH_S = 60.0
 _DEAF_S = 30.0  # a listener that reconnects is no news
+_SWEEP_TOKENS_S = 60.0
+_JOURNAL_S = 5.0  # between two looks into this host's journal
 _AWAY_S = 300.0  # a lane that rests is no news either
 _SLEPT_S = 2.0  # the wall clock ahead of the monotonic one by this much: the machine slept
 
@@ -121,6 +126,9 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             "log": log,
             "settings": settings,
         }
+        tokens = Tokens(pool, settings=settings, log=log)
+        stack.push_async_callback(tokens.aclose)
+        resources |= {"tokens": tokens, "refresher": tokens.refresher}
         webhook = settings.alert_webhook
         if webhook or any("http" in wanted_by(type_, handler, resources) for type_, handler in handlers.items()):
             import aiohttp  # noqa: PLC0415  # 10 MB that only who asks for it pays
@@ -166,6 +174,8 @@ async def reactor(settings: Settings, dsn: str, *, log: Log) -> AsyncIterator[Wo
             tasks.start_soon(_owe_reconcile, queue_pool, settings.reconcile_s, log)
             tasks.start_soon(_fire_schedules, queue_pool, schedules_bell, log)
             tasks.start_soon(_check_health, queue_pool, worker, listener, health_bell, name, settings.stuck_s, log)
+            tasks.start_soon(_sweep_tokens, tokens.refresher, log)
+            tasks.start_soon(_recover_tokens, tokens.refresher, log)
             if webhook:
                 tasks.start_soon(_tell_alerts, queue_pool, webhook, resources["http"], alerts_bell, log)
             tasks.start_soon(_notice_sleep, (wakeup, schedules_bell, alerts_bell))
@@ -309,6 +319,28 @@ async def _check_health(
         with anyio.CancelScope(shield=True), suppress(Unavailable, asyncpg.PostgresError):
             async with db.borrowed(pool, _CLOSE_S) as conn:
                 await conn.execute("delete from reactor.reactors where name = $1", name)
+
+
+async def _sweep_tokens(refresher: Refresher, log: Log) -> None:
+    async def work() -> float:
+        await refresher.sweep()
+        return _SWEEP_TOKENS_S
+
+    await _repeat("sweep_tokens", work, log)
+
+
+async def _recover_tokens(refresher: Refresher, log: Log) -> None:
+    """At start, and whenever an answer is left in the journal: what a process of this host could not finish."""
+    is_first = True
+
+    async def work() -> float:
+        nonlocal is_first
+        if is_first or await anyio.to_thread.run_sync(refresher.is_owed):
+            await refresher.recover()
+            is_first = False
+        return _JOURNAL_S
+
+    await _repeat("recover_tokens", work, log)
 
 
 async def _tell_alerts(pool: db.Pool, url: SecretStr, http: aiohttp.ClientSession, bell: Wakeup, log: Log) -> None:

@@ -393,16 +393,18 @@ _PRODUCER_TABLE = "made by memory-reactor: reactor migrate --with-tables"  # the
 async def _make_producer_tables(conn: OwnConnection, say: Callable[[str], None], *, again: bool) -> bool:
     """Make and attach the tables; nothing when they are there, unless `again`. True when anything was done."""
     are_attached = []
-    for table in ("posts", "chat_messages"):
+    for table in ("posts", "chat_messages", "tokens"):
         [state] = await conn.fetch(
             "select c.oid is not null as is_there, obj_description(c.oid, 'pg_class') = $2 as is_ours, "
-            "exists (select from reactor.sources s where s.relation = c.oid and s.detached_at is null) as is_attached "
+            "exists (select from reactor.sources s where s.relation = c.oid and s.detached_at is null "
+            "union all select from reactor.token_sources t where t.relation = c.oid) as is_attached "
             "from (select to_regclass('public.' || $1) as oid) c",
             table,
             _PRODUCER_TABLE,
         )
         if state["is_there"] and not state["is_ours"]:
-            raise Misuse(f"public.{table} exists already: attach it instead (reactor attach --help)")
+            attach = "attach-tokens" if table == "tokens" else "attach"
+            raise Misuse(f"public.{table} exists already: attach it instead (reactor {attach} --help)")
         are_attached.append(state["is_attached"])
     if all(are_attached) and not again:
         return False

@@ -42,6 +42,21 @@ class Unavailable(ReactorError):
         self.code = code
 
 
+class NeedsReconnect(ReactorError):
+    """A token that no program can bring back: a person must connect the account again.
+
+    Args:
+        message: Which token and why, without a secret.
+        state: As in `reactor.token_health`; "missing" where there is none.
+        reason: A code: what the provider said, or what has passed.
+    """
+
+    def __init__(self, message: str, *, state: str, reason: str) -> None:
+        super().__init__(message)
+        self.state = state
+        self.reason = reason
+
+
 class Permanent(ReactorError):
     """Trying again cannot help: the job is dead at once and waits for a person.
 

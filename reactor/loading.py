@@ -1,4 +1,4 @@
-"""Loads handler modules from a folder and fills in the resources their functions name."""
+"""Loads handler modules and token strategies from folders, and fills in the resources their functions name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from reactor.errors import Misuse
 from reactor.job import Bound, Handler
+from reactor.strategy import Strategy
 
 BUILT_IN = next(
     folder
@@ -25,7 +26,7 @@ BUILT_IN = next(
 )
 
 
-RESOURCES = ("pool", "embedder", "embedders", "http", "log", "settings")
+RESOURCES = ("pool", "embedder", "embedders", "http", "log", "refresher", "settings", "tokens")
 """What a handler may name."""
 
 
@@ -50,6 +51,25 @@ def load_handlers(folder: Path | None) -> dict[str, Handler]:
                 handlers[type_] = handler
                 homes[type_] = str(module.__file__)
     return handlers
+
+
+def load_strategies(folder: Path | None) -> dict[str, Strategy]:
+    """The strategies of token_refresh/ beside the built-in handlers and in `folder`, by integration: a file's name.
+
+    Raises:
+        Misuse: A module does not import, or has no STRATEGY: one clear line.
+    """
+    strategies: dict[str, Strategy] = {}
+    folders = [("reactor_builtin_strategies", BUILT_IN)]
+    if folder is not None:
+        folders.append(("reactor_own_strategies", folder))
+    for package, path in folders:
+        for module in _modules(package, path / "token_refresh"):
+            strategy = getattr(module, "STRATEGY", None)
+            if not isinstance(strategy, Strategy):
+                raise Misuse(f"{module.__file__}: STRATEGY = Strategy(...) is missing")
+            strategies[module.__name__.rpartition(".")[2]] = strategy
+    return strategies
 
 
 def _modules(package: str, folder: Path) -> list[ModuleType]:

@@ -502,26 +502,17 @@ begin
 end
 $$;
 
--- Makes a table a source, or changes the mapping of one. Returns the source's id. p_kind_column: see sources.
-create or replace function reactor.attach_source(
-    p_relation regclass, p_kind text, p_text text[], p_tenant text, p_id text, p_time text, p_title text, p_format text,
-    p_status text, p_metrics text, p_slides text, p_metadata text[], p_role text, p_conversation text, p_agent text,
-    p_when text, p_embed text, p_language text, p_notify boolean, p_backfill boolean, p_kind_column text default null
-) returns int
+-- Nothing, for a table that can carry our triggers and belongs to the caller. p_is_ours: it may stand in our own schema.
+-- Errors, each one clear line: 22004 no table, 42809 not a real or a whole one, 42501 not theirs.
+create or replace function reactor.check_table(p_relation regclass, p_is_ours boolean) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '5s'
 as $$
 declare
     v_class pg_class;
     v_schema name;
     v_owner name;
     v_other regclass;
-    v_column text;
-    v_argument text;
-    v_since timestamptz := clock_timestamp();
-    v_old reactor.sources;
-    v_new reactor.sources;
 begin
     select * into v_class from pg_class where oid = p_relation;
     if not found then
@@ -544,22 +535,45 @@ begin
         raise exception '% is a partition or child of % and cannot be attached alone', p_relation, v_other
             using errcode = '42809', hint = format('what is written through %s fires no trigger here: attach %1$s', v_other);
     end if;
-    select s.relation into v_other from reactor.sources s join reactor.relations_of(p_relation) r on s.relation = r
-    where s.relation <> p_relation and s.detached_at is null limit 1;
-    if found then
-        raise exception '% is attached already, and a partition or child of %', v_other, p_relation
-            using errcode = '42809', hint = format('reactor.detach(%L) first', v_other);
-    end if;
     select pg_get_userbyid(nspowner) into v_owner from pg_namespace where nspname = 'reactor';
     if current_user <> v_owner then
         raise exception 'schema reactor belongs to %: attach as that role', v_owner using errcode = '42501';
     end if;
-    if v_schema in ('pg_catalog', 'information_schema') or (v_schema = 'reactor' and p_kind_column is null) then
+    if v_schema in ('pg_catalog', 'information_schema') or (v_schema = 'reactor' and not p_is_ours) then
         raise exception '% is not a producer''s table', p_relation using errcode = '42501';
     end if;
     if not pg_has_role(current_user, v_class.relowner, 'usage') then
         raise exception '% belongs to %: only its owner (or a member) can attach it', p_relation, pg_get_userbyid(v_class.relowner)
             using errcode = '42501', hint = format('grant %I to %I, or attach as %1$I', pg_get_userbyid(v_class.relowner), current_user);
+    end if;
+end
+$$;
+
+-- Makes a table a source, or changes the mapping of one. Returns the source's id. p_kind_column: see sources.
+create or replace function reactor.attach_source(
+    p_relation regclass, p_kind text, p_text text[], p_tenant text, p_id text, p_time text, p_title text, p_format text,
+    p_status text, p_metrics text, p_slides text, p_metadata text[], p_role text, p_conversation text, p_agent text,
+    p_when text, p_embed text, p_language text, p_notify boolean, p_backfill boolean, p_kind_column text default null
+) returns int
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+    v_alias name := (select relname from pg_class where oid = p_relation);
+    v_other regclass;
+    v_column text;
+    v_argument text;
+    v_since timestamptz := clock_timestamp();
+    v_old reactor.sources;
+    v_new reactor.sources;
+begin
+    perform reactor.check_table(p_relation, p_kind_column is not null);
+    select s.relation into v_other from reactor.sources s join reactor.relations_of(p_relation) r on s.relation = r
+    where s.relation <> p_relation and s.detached_at is null limit 1;
+    if found then
+        raise exception '% is attached already, and a partition or child of %', v_other, p_relation
+            using errcode = '42809', hint = format('reactor.detach(%L) first', v_other);
     end if;
     if coalesce(btrim(p_kind), '') = '' or length(p_kind) > 100 then
         raise exception 'kind => ... names what these rows are (post, chat, ...), in at most 100 characters' using errcode = '22023';
@@ -599,10 +613,10 @@ begin
     end if;
     select * into v_old from reactor.sources where relation = p_relation;
     insert into reactor.sources (relation, alias, kind, text_columns, tenant_column, id_column, embed, language, notify, expected_since)
-    values (p_relation, v_class.relname, p_kind, p_text, p_tenant, p_id, p_embed, p_language, true, v_since)
+    values (p_relation, v_alias, p_kind, p_text, p_tenant, p_id, p_embed, p_language, true, v_since)
     on conflict (relation) do nothing;
     update reactor.sources
-    set alias = v_class.relname, kind = p_kind, text_columns = p_text, tenant_column = p_tenant, id_column = p_id, time_column = p_time,
+    set alias = v_alias, kind = p_kind, text_columns = p_text, tenant_column = p_tenant, id_column = p_id, time_column = p_time,
         title_column = p_title, format_column = p_format, status_column = p_status, metrics_column = p_metrics, slides_column = p_slides,
         metadata_columns = coalesce(p_metadata, '{}'), role_column = p_role, conversation_column = p_conversation, agent_column = p_agent,
         kind_column = p_kind_column, condition = nullif(btrim(p_when), ''), embed = p_embed, language = p_language,

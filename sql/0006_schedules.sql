@@ -115,6 +115,18 @@ as $$
         where tenant_id = '' and type = 'reconcile' and dedupe_key = 'all' and status in ('pending', 'failed'))
 $$;
 
+-- The reactors that said so of late, and how they hear of work (reactor.check_health). What sessions are called says it
+-- sooner, but not behind a transaction pooler.
+create table if not exists reactor.reactors (
+    name text primary key,
+    host text not null,
+    listener text not null check (listener in ('listening', 'polling', 'down')),
+    reason text not null,       -- why it does not listen
+    is_deaf boolean not null,   -- for so long that a person should know
+    until timestamptz not null  -- unless it says so again, it is gone
+);
+call reactor.protect('reactor.reactors', 'registry');
+
 -- Opens and closes the alerts of what stands still: types with a job due for longer than p_stuck (nobody handles it, or
 -- too much waits), lanes whose dependency has been away for long (p_away; p_well are in order), hosts with a reactor that
 -- has heard no notifications for long (p_is_deaf, p_reason). Returns what is news.

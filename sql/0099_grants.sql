@@ -17,6 +17,14 @@ begin
             execute format('revoke all on routine %s from %I', v_routine, reactor.worker_role());
         end if;
     end loop;
+    if reactor.definer_role() <> current_user then
+        execute format($f$
+            revoke all on function reactor.ring from %1$I;
+            grant insert on reactor.jobs, reactor.tombstones, reactor.rejected to %1$I;
+            grant usage on sequence reactor.job_ids to %1$I;
+            grant execute on function reactor.ring to %1$I;
+        $f$, reactor.definer_role());
+    end if;
     if reactor.worker_role() <> current_user then
         -- pgvector may live in a schema that is not everybody's.
         if not has_schema_privilege(reactor.worker_role(), v_vector, 'usage') then
@@ -27,7 +35,11 @@ begin
                 using errcode = '42501', hint = format('as its owner: grant usage on schema %s to %I', v_vector, reactor.worker_role());
         end if;
         execute format($f$
-            grant select, update on reactor.jobs to %1$I;
+            grant select, insert, update on reactor.jobs to %1$I;
+            grant usage on sequence reactor.job_ids to %1$I;
+            grant select, insert, update, delete on reactor.tokens, reactor.token_attempts to %1$I;
+            grant select, insert, update on reactor.token_counts to %1$I;
+            grant select on reactor.token_sources, reactor.token_health to %1$I;
             grant select, insert, update on reactor.job_minutes to %1$I;
             grant select, delete on reactor.tombstones to %1$I;
             grant select on reactor.sources to %1$I;
@@ -40,18 +52,15 @@ begin
                 reactor.json_text, reactor.clean_json, reactor.complete_jobs, reactor.source_rows, reactor.source_ids,
                 reactor.is_readable, reactor.replace_memories, reactor.remove_truncated, reactor.move_version, reactor.model_of,
                 reactor.question, reactor.hidden_memories, reactor.find_memories, reactor.recent_memories, reactor.recall,
-                reactor.search, reactor.search_by_embedding, reactor.recent to %1$I;
+                reactor.search, reactor.search_by_embedding, reactor.recent, reactor.ring, reactor.backoff, reactor.tokens_counted,
+                reactor.fingerprint_of, reactor.read_token_row, reactor.write_token_row, reactor.mark_time, reactor.plan_token,
+                reactor.advise, reactor.token_name, reactor.wanted_token_alerts, reactor.renew_token_alerts, reactor.schedule_token,
+                reactor.keep_token, reactor.judge_token, reactor.look_at_token, reactor.seal_token, reactor.save_token,
+                reactor.settle_probe, reactor.request_token_refresh, reactor.request_refresh to %1$I;
         $f$, reactor.worker_role());
-    end if;
-    if reactor.definer_role() <> current_user then
-        execute format($f$
-            grant insert on reactor.jobs, reactor.tombstones, reactor.rejected to %1$I;
-            grant usage on sequence reactor.job_ids to %1$I;
-            grant execute on function reactor.ring to %1$I;
-        $f$, reactor.definer_role());
     end if;
     perform reactor.attach_source('reactor.notes', 'note', '{content}', 'tenant_id', 'id', 'created_at', null, null, null, null, null,
         '{metadata}', null, null, null, null, 'provider', 'portuguese', true, false, 'kind');
-    perform reactor.renew_sources();
+    perform reactor.renew_sources(), reactor.renew_token_sources();
 end
 $$;

@@ -12,7 +12,7 @@ from conftest import command, drained, eventually, make_settings, reactor_proces
 
 from reactor.errors import Misuse
 from reactor.job import Handler
-from reactor.loading import bind, load_handlers
+from reactor.loading import RESOURCES, bind, load_handlers
 
 PUBLISH = """
 from reactor import Handler, Job
@@ -128,9 +128,9 @@ async def _hello(_request):
 OK = "async def f(job): ...\nHANDLERS = {'mine': f}\n"
 WRONG = {
     "an unknown keyword": ({"a": "async def f(job, *, tokenz): ...\nHANDLERS = {'mine': f}"}, "'mine' asks for tokenz"),
-    "tokens, which come with a later release": (
-        {"a": "async def f(job, *, tokens): ...\nHANDLERS = {'mine': f}"},
-        "asks for tokens",
+    "patterns, which come with a later release": (
+        {"a": "async def f(job, *, patterns): ...\nHANDLERS = {'mine': f}"},
+        "asks for patterns",
     ),
     "a handler without a job": ({"a": "async def f(): ...\nHANDLERS = {'mine': f}"}, "takes no job"),
     "two modules with one type": ({"a": OK, "b": OK}, "'mine' has a handler in"),
@@ -167,7 +167,7 @@ class TestWrongFolders:
         write(folder, **modules)
 
         with pytest.raises(Misuse) as caught:
-            bind(load_handlers(folder), dict.fromkeys(["pool", "embedder", "embedders", "http", "log", "settings"]))
+            bind(load_handlers(folder), dict.fromkeys(RESOURCES))
 
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -209,12 +209,12 @@ class TestBinding:
         assert await call("job") == ("the pool", 3, {})
 
     def test_every_type_the_triggers_enqueue_has_a_handler(self):
-        assert set(load_handlers(None)) >= {"sync_row", "reconcile"}
+        assert set(load_handlers(None)) >= {"sync_row", "reconcile", "refresh_token"}
 
     def test_a_folder_named_like_the_built_in_one_shadows_nothing(self, folder):
         write(folder, memory="async def f(job): ...\nHANDLERS = {'mine': f}", _private="raise RuntimeError")
 
-        assert set(load_handlers(folder)) == {"sync_row", "reconcile", "mine"}
+        assert set(load_handlers(folder)) == {"sync_row", "reconcile", "refresh_token", "mine"}
 
     def test_what_an_editor_leaves_beside_a_module_is_none(self, folder):
         (folder / "mine.py").write_text("async def work(job): ...\nHANDLERS = {'work': work}")

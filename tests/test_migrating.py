@@ -196,7 +196,7 @@ async def test_an_older_database_is_brought_up_with_its_data_and_its_sources_wor
     (sql_folder / "0004_memories.sql").write_text(
         new + "\nalter table reactor.tenants add column if not exists created_at timestamptz not null default now();\n"
     )
-    (sql_folder / "0007_more.sql").write_text(
+    (sql_folder / "0009_more.sql").write_text(
         "create table if not exists reactor.more (id int); call reactor.protect('reactor.more', 'registry');"
     )
     with pytest.raises(Misuse, match="of another release: run `reactor migrate`"):
@@ -306,7 +306,7 @@ async def test_sources_are_compiled_again_by_the_new_release(dsn, sql_folder, co
     )
     await conn.execute("insert into posts (tenant_id, body) values ('sol', 'de uma função velha')")
     assert await conn.fetchval("select count(*) from reactor.jobs where type = 'sync_row'") == 0
-    (sql_folder / "0007_more.sql").write_text("select 1;")
+    (sql_folder / "0009_more.sql").write_text("select 1;")
 
     await db.migrate(dsn)
 
@@ -331,8 +331,8 @@ async def test_a_failing_file_leaves_nothing_half_applied(empty_dsn, dsn, sql_fo
 
 
 async def test_a_changed_file_is_applied_again(dsn, sql_folder, connected):
-    file = sql_folder / "0005_search.sql"
-    file.write_text(file.read_text().replace("'tokens', '{}'::jsonb)", "'tokens', '{}'::jsonb, 'new', 1)"))
+    file = sql_folder / "0008_status.sql"
+    file.write_text(file.read_text().replace("'tokens', (", "'new', 1, 'tokens', ("))
 
     assert await db.migrate(dsn) is True
 

@@ -383,7 +383,12 @@ async def test_definer_functions_are_only_the_triggers_and_belong_to_the_definer
         f"select p.proname, p.prorettype::regtype::text as returns, pg_get_userbyid(proowner) as owner {OURS} and prosecdef"
     )
 
-    assert {row["proname"] for row in definers} == {"source_1_written", "source_2_written", "source_3_written"}
+    assert {row["proname"] for row in definers} == {
+        "source_1_written",
+        "source_2_written",
+        "source_3_written",
+        "token_source_4_written",
+    }
     assert {row["returns"] for row in definers} == {"trigger"}
     assert {row["owner"] for row in definers} == {"reactor_definer"}
 
