@@ -47,6 +47,16 @@ class Integration(BaseModel):
     timeout_s: float = Field(15.0, gt=0, le=60)
     probe_every_s: float = Field(DAY_S, ge=60, le=30 * DAY_S)
 
+    def client(self) -> tuple[str, str]:
+        """The client's id and secret.
+
+        Raises:
+            Misuse: The file does not name both.
+        """
+        if self.client_id is None or self.client_secret is None:
+            raise Misuse(f"[{self.name}] needs client_id and client_secret_env in REACTOR_INTEGRATIONS")
+        return self.client_id, self.client_secret.get_secret_value()
+
 
 @dataclass(frozen=True, slots=True)
 class Credential:

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from reactor.errors import Misuse
-from reactor.strategy import DAY_S, HOUR_S, Credential, Integration, Request, Strategy, load_integrations
+from reactor.strategy import HOUR_S, Credential, Integration, Request, Strategy, load_integrations
 
 DOCS = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text("utf-8")
 
@@ -143,11 +144,12 @@ def test_the_strategy_of_the_docs_is_whole():
 
     strategy = module["STRATEGY"]
     integration = load_integrations(None, {"acme": strategy})["acme"]
-    request = strategy.refresh(Credential("t", "acme", "", "a", "r"), integration)
+    known = integration.model_copy(update={"client_id": "me", "client_secret": SecretStr("s")})
+    request = strategy.refresh(Credential("t", "acme", "", "a", "r"), known)
 
-    assert len(example.strip().splitlines()) <= 16
-    assert (request.url, request.form) == (
-        "https://api.acme.example/oauth/token",
-        {"grant_type": "refresh_token", "refresh_token": "r"},
-    )
-    assert (integration.margin_s, integration.refresh_life_s) == (HOUR_S / 4, 90 * DAY_S)
+    assert len(example.splitlines()) <= 15
+    assert (request.url, request.basic) == ("https://api.acme.example/oauth/token", ("me", "s"))
+    assert request.form == {"grant_type": "refresh_token", "refresh_token": "r"}
+    assert (integration.margin_s, integration.life_s) == (HOUR_S / 4, HOUR_S)
+    with pytest.raises(Misuse, match=r"^\[acme\] needs client_id and client_secret_env"):
+        strategy.refresh(Credential("t", "acme", "", "a", "r"), integration)

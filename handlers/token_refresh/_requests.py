@@ -10,17 +10,6 @@ from reactor.strategy import Credential, Integration, Request
 Auth = Literal["basic", "body", "none"]
 
 
-def client_of(integration: Integration) -> tuple[str, str]:
-    """The client's id and secret.
-
-    Raises:
-        Misuse: REACTOR_INTEGRATIONS does not name both.
-    """
-    if integration.client_id is None or integration.client_secret is None:
-        raise Misuse(f"[{integration.name}] needs client_id and client_secret_env in REACTOR_INTEGRATIONS")
-    return integration.client_id, integration.client_secret.get_secret_value()
-
-
 def base_of(integration: Integration) -> str:
     """Where the service answers.
 
@@ -79,7 +68,7 @@ def refresh_request(
     if auth == "none":
         public = {} if integration.client_id is None else {"client_id": integration.client_id}
         return Request("POST", url, form={**form, **public})
-    client_id, client_secret = client_of(integration)
+    client_id, client_secret = integration.client()
     if auth == "basic":
         return Request("POST", url, form=form, basic=(client_id, client_secret))
     return Request("POST", url, form={**form, "client_id": client_id, "client_secret": client_secret})

@@ -9,14 +9,14 @@ from __future__ import annotations
 from reactor.answers import read_probe, read_refresh
 from reactor.strategy import DAY_S, Credential, Integration, Request, Strategy
 
-from ._requests import client_of, meta_probe
+from ._requests import meta_probe
 
 VERSION = "v24.0"
 
 
 def refresh(credential: Credential, integration: Integration) -> Request:
     """Exchange the token for a longer-lived one."""
-    client_id, client_secret = client_of(integration)
+    client_id, client_secret = integration.client()
     params = {
         "grant_type": "fb_exchange_token",
         "client_id": client_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from reactor.answers import json_object, read_error, read_probe, read_refresh
 from reactor.strategy import DAY_S, Answer, Credential, Integration, Reading, Request, Strategy, Verdict
 
-from ._requests import client_of, refresh_request
+from ._requests import refresh_request
 
 _STATUSES = {"active", "expired", "revoked"}
 
@@ -24,7 +24,7 @@ def probe(credential: Credential, integration: Integration) -> Request | None:
     """Ask LinkedIn about the token, which only its client may; nothing without a client."""
     if integration.client_id is None or integration.client_secret is None:
         return None
-    client_id, client_secret = client_of(integration)
+    client_id, client_secret = integration.client()
     form = {"client_id": client_id, "client_secret": client_secret, "token": credential.access_token}
     return Request("POST", f"{integration.base_url}/oauth/v2/introspectToken", form=form)
 

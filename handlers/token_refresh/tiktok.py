@@ -10,13 +10,13 @@ from __future__ import annotations
 from reactor.answers import read_refresh
 from reactor.strategy import DAY_S, HOUR_S, Credential, Integration, Request, Strategy
 
-from ._requests import client_of, refresh_token_of
+from ._requests import refresh_token_of
 
 
 def refresh(credential: Credential, integration: Integration) -> Request:
     """TikTok's own form; the slash at the end of its address belongs to it."""
     form = {"grant_type": "refresh_token", "refresh_token": refresh_token_of(credential)}
-    client_key, client_secret = client_of(integration)
+    client_key, client_secret = integration.client()
     url = integration.token_url or f"{integration.base_url}/v2/oauth/token/"
     return Request("POST", url, form={**form, "client_key": client_key, "client_secret": client_secret})
 
