@@ -23,7 +23,6 @@ _FLOOR_S = 60.0  # under news that were not heard
 _MOST_TEXT = 1000  # characters: what every chat takes in one message
 # Slack would read <!channel> as a call to everybody; an escape would show as it stands in the other chats.
 _HARMLESS = str.maketrans("<>", "‹›")  # noqa: RUF001
-_CLAIM = "select * from reactor.claim_alert($1)"
 
 
 async def deliver(pool: db.Pool, url: SecretStr, *, http: aiohttp.ClientSession, log: Log) -> float:
@@ -37,37 +36,43 @@ async def deliver(pool: db.Pool, url: SecretStr, *, http: aiohttp.ClientSession,
         Unavailable: Postgres is out of reach.
     """
     await _ask(pool, "select reactor.expect_webhook()")
-    wait_s: float | None = None
-    tellers = 0
+    while (news := await _claim(pool))["id"] is not None:
+        await _tell_all(pool, url, news, http=http, log=log)
+    wait_s: float | None = news["wait_s"]
+    return _FLOOR_S if wait_s is None else min(wait_s, _FLOOR_S)
+
+
+async def _tell_all(
+    pool: db.Pool, url: SecretStr, first: asyncpg.Record, *, http: aiohttp.ClientSession, log: Log
+) -> None:
+    """Tell `first` and whatever else is due, several at once."""
+    tellers = 1
     failed: list[Unavailable | asyncpg.PostgresError] = []  # raised when all have ended: none is cut off in mid-request
 
+    async def tell(news: asyncpg.Record | None = None) -> None:
+        nonlocal tellers
+        try:
+            news = news or await _claim(pool)
+            while news["id"] is not None:
+                if tellers < _AT_ONCE:
+                    tellers += 1
+                    tasks.start_soon(tell)
+                await _tell(pool, url, news, http=http, log=log)
+                if failed:
+                    break
+                news = await _claim(pool)
+        except (Unavailable, asyncpg.PostgresError) as exc:
+            failed.append(exc)
+        tellers -= 1
+
     async with anyio.create_task_group() as tasks:
-
-        async def tell() -> None:
-            nonlocal tellers, wait_s
-            try:
-                while not failed:
-                    news = await _ask(pool, _CLAIM, _LEASE)
-                    wait_s = news["wait_s"]  # of the one who looks last
-                    if news["id"] is None:
-                        break
-                    if tellers < _AT_ONCE:
-                        start()
-                    await _tell(pool, url, news, http=http, log=log)
-            except (Unavailable, asyncpg.PostgresError) as exc:
-                failed.append(exc)
-            tellers -= 1
-
-        def start() -> None:
-            nonlocal tellers
-            tellers += 1
-            tasks.start_soon(tell)
-
-        start()
-
+        tasks.start_soon(tell, first)
     if failed:
         raise failed[0]
-    return _FLOOR_S if wait_s is None else min(max(wait_s, 0.0), _FLOOR_S)
+
+
+async def _claim(pool: db.Pool) -> asyncpg.Record:
+    return await _ask(pool, "select * from reactor.claim_alert($1)", _LEASE)
 
 
 async def _ask(pool: db.Pool, query: str, *args: object) -> asyncpg.Record:

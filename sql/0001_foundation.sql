@@ -285,7 +285,7 @@ $$;
 
 -- Leases the alert whose news has been due for longest to a teller, who must have done with it within p_lease; an earlier
 -- alert of the same must have been told to its end. One row: the news and its stable key; or, with a null id, the seconds
--- until one is due (null: nothing is owed, or all of it is locked).
+-- until it is worth a look (null: nothing is owed).
 create or replace function reactor.claim_alert(p_lease interval)
 returns table (
     id bigint, event text, news bigint, key text, leased_until timestamptz, wait_s float8,
@@ -299,22 +299,31 @@ declare
     a reactor.alerts;
     v_news bigint;
 begin
-    select o.* into a from reactor.alerts o
-    where o.owes > 0 and not exists (
-        select from reactor.alerts e
-        where e.owes > 0 and e.cause = o.cause and e.subject = o.subject and e.tenant_id = o.tenant_id and e.id < o.id)
-    order by o.tell_at, o.id limit 1 for update skip locked;
-    if a.tell_at <= now() then
-        update reactor.alerts u set tell_at = now() + p_lease where u.id = a.id;
-        v_news := case when a.told < a.news then a.news else a.news + 1 end;
-        return query
-        select a.id, case when a.told < a.news then 'alert_opened' else 'alert_resolved' end, v_news,
-            format('%s-alert-%s-%s', left(i.id::text, 8), a.id, v_news), now() + p_lease, null::float8,
-            a.cause, a.subject, a.tenant_id, a.detail, a.opened_at, case when a.told >= a.news then a.resolved_at end, a.occurrences
-        from reactor.instance i;
-        return;
-    end if;
-    wait_s := extract(epoch from a.tell_at - now());
+    for a in
+        select o.* from reactor.alerts o
+        where o.owes > 0 and not exists (
+            select from reactor.alerts e
+            where e.owes > 0 and e.cause = o.cause and e.subject = o.subject and e.tenant_id = o.tenant_id and e.id < o.id)
+        order by o.tell_at, o.id
+    loop
+        if a.tell_at > now() then
+            wait_s := least(wait_s, extract(epoch from a.tell_at - now()));
+            exit;
+        end if;
+        update reactor.alerts u set tell_at = now() + p_lease
+        where u.id = (select l.id from reactor.alerts l where l.id = a.id and l.tell_at = a.tell_at for update skip locked)
+        returning u.* into a;
+        if found then
+            v_news := case when a.told < a.news then a.news else a.news + 1 end;
+            return query
+            select a.id, case when a.told < a.news then 'alert_opened' else 'alert_resolved' end, v_news,
+                format('%s-alert-%s-%s', left(i.id::text, 8), a.id, v_news), a.tell_at, null::float8,
+                a.cause, a.subject, a.tenant_id, a.detail, a.opened_at, case when a.told >= a.news then a.resolved_at end, a.occurrences
+            from reactor.instance i;
+            return;
+        end if;
+        wait_s := 1;  -- somebody holds it: for an instant, or in a transaction of theirs
+    end loop;
     return next;
 end
 $$;
