@@ -21,7 +21,7 @@ import anyio.to_thread
 import asyncpg
 
 from reactor import answers, db
-from reactor.errors import Misuse, Unavailable
+from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.journal import Journal
 from reactor.log import Log
 from reactor.sealing import KeyMissing, Keys, Purpose, SealBroken, key_id_of
@@ -237,13 +237,13 @@ class Refresher:
         [[jobs]] = await db.fetch(self._pool, "select reactor.reconcile_tokens($1, $2)", key_id, retention)
         return int(jobs)
 
-    async def sweep(self) -> None:
+    async def sweep(self, now: datetime | None = None) -> None:
         """Say what time alone brings, and find what is overdue and has lost its job.
 
         Raises:
             Unavailable: Postgres is out of reach.
         """
-        self._say([dict(row) for row in await db.fetch(self._pool, "select * from reactor.sweep_tokens()")])
+        self._say([dict(row) for row in await db.fetch(self._pool, "select * from reactor.sweep_tokens($1)", now)])
 
     def is_owed(self) -> bool:
         """Whether this host's journal holds answers that no flight of this process will save."""
@@ -324,10 +324,18 @@ class Refresher:
         except (KeyMissing, SealBroken):
             await self._save(case, attempt, Reading(Verdict.TRANSIENT, "unsealable"))
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
+        is_parents = (
+            parent is not None and reading.verdict is Verdict.RECONNECT
+        )  # it was the parent's token that we sent
         try:
-            saved = await self._save(case, attempt, reading)
+            saved = await self._save(case, attempt, reading, verdict="parent" if is_parents else None)
         except asyncpg.PostgresError as exc:  # a trigger or a column of the table's own refuses it
             return await self._keep_for_later(case, exc)
+        if parent is not None and is_parents:  # its own refresh will tell what is wrong with it
+            async with db.tenant(self._pool, parent.tenant_id) as conn:
+                await conn.execute("select reactor.request_token_refresh($1, $2)", parent.tenant_id, parent.integration)
+        if reading.verdict is Verdict.APP:
+            await self.sweep(case.now)  # it says so once, for all tokens of the integration
         care = _ended(saved, reading)
         is_saved = care.action == "saved"
         self._log.log(
@@ -356,6 +364,8 @@ class Refresher:
             answer = await _send(request, case.which.timeout_s)
         except Misuse:  # the integration's table lacks what this strategy needs
             return Reading(Verdict.APP, "not_configured")
+        except Permanent as exc:  # the row does
+            return Reading(Verdict.UNKNOWN, exc.code)
         except Unavailable as exc:
             return Reading(Verdict.TRANSIENT, exc.code)
         except _NotSentError as exc:
@@ -385,7 +395,7 @@ class Refresher:
         except Unavailable as exc:  # then it must do without
             self._log.error("journal_failed", error_code=exc.code)
 
-    async def _save(self, case: _Case, attempt: str, reading: Reading) -> asyncpg.Record:
+    async def _save(self, case: _Case, attempt: str, reading: Reading, *, verdict: str | None = None) -> asyncpg.Record:
         """Try the database hard, the provider never. What cannot be saved stays in the journal.
 
         Raises:
@@ -403,7 +413,7 @@ class Refresher:
                     saved = await conn.fetchrow(
                         "select * from reactor.save_token($1, $2, $3, $4, $5, $6, $7)",
                         attempt,
-                        reading.verdict.value,
+                        verdict or reading.verdict.value,
                         reading.code,
                         fresh,
                         reading.retry_after_s,
@@ -441,6 +451,8 @@ class Refresher:
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
         except Misuse:
             reading = Reading(Verdict.APP, "not_configured")
+        except Permanent as exc:
+            reading = Reading(Verdict.UNKNOWN, exc.code)
         except (_NotSentError, _LostError) as exc:
             reading = Reading(Verdict.TRANSIENT, str(exc))
         else:
@@ -462,6 +474,8 @@ class Refresher:
             )
         assert settled is not None  # noqa: S101  # it returns one row
         self._say(settled["news"])
+        if reading.verdict is Verdict.APP:
+            await self.sweep(case.now)
         care = _ended(settled, reading)
         if care.action != "probed":
             self._log.warning(

@@ -67,6 +67,11 @@ call reactor.put_index('reactor.tokens_by_integration', $$create index tokens_by
 call reactor.put_index('reactor.tokens_next', $$create index tokens_next on reactor.tokens (next_at) where next_at is not null$$);
 call reactor.put_index('reactor.tokens_alert', $$create index tokens_alert on reactor.tokens (alert_at) where alert_at is not null$$);
 call reactor.put_index('reactor.tokens_app_error', $$create index tokens_app_error on reactor.tokens (integration) where state = 'app_error'$$);
+-- For `reactor tokens`: what needs a person, then what ends soonest.
+call reactor.put_index('reactor.tokens_unwell', $$create index tokens_unwell on reactor.tokens (id) where state <> 'active' or trouble is not null$$);
+call reactor.put_index('reactor.tokens_late', $$create index tokens_late on reactor.tokens (late_at) where state = 'active'$$);
+call reactor.put_index('reactor.tokens_deadline', $$create index tokens_deadline on reactor.tokens (deadline_at) where state = 'active'$$);
+call reactor.put_index('reactor.tokens_ends', $$create index tokens_ends on reactor.tokens (ends_at)$$);
 
 -- One call to a provider that may change a token. The row is committed before the call is made.
 create table if not exists reactor.token_attempts (
@@ -286,8 +291,8 @@ as $$
             'The provider of %1$s answers something unknown: see last_error and the account.'),
         ('token_attempt_elsewhere', 'operator', 'Outra máquina renovava %1$s e parou: ligue-a de novo, o diário dela pode ter a resposta.',
             'Another host was refreshing %1$s and stopped: start it again, its journal may hold the answer.'),
-        ('token_key_missing', 'operator', 'REACTOR_TOKEN_KEY não tem a chave que abre %1$s: acrescente a chave antiga.',
-            'REACTOR_TOKEN_KEY lacks the key that opens %1$s: add the old key to it.'),
+        ('token_key_missing', 'operator', 'O token de %1$s não abre: acrescente a chave antiga a REACTOR_TOKEN_KEY, ou grave-o de novo se foi selado para outra conta.',
+            'The token of %1$s does not open: add the old key to REACTOR_TOKEN_KEY, or store it anew if it was sealed for another account.'),
         ('token_unknown_integration', 'operator', 'Ninguém cuida de %1$s: a integração não está em REACTOR_INTEGRATIONS.',
             'Nobody cares for %1$s: its integration is not in REACTOR_INTEGRATIONS.'),
         ('token_not_saved', 'operator', 'O novo token de %1$s está no diário e não pode ser gravado: veja gatilhos e colunas da tabela.',
@@ -423,9 +428,9 @@ begin
     r.last_error := p_code;
     r.last_error_at := p_now;
     r.requested_at := null;
-    -- A third of what is left of the token at most, and a minute at least.
+    -- A third of what is left of the token at most, and a minute at least; one that has ended is wanted.
     v_retry := coalesce(make_interval(secs => least(greatest(p_retry_s, 0), 86400)), least(reactor.backoff(r.failures),
-        case when r.ends_at > p_now then greatest((r.ends_at - p_now) / 3, interval '1 minute') end));
+        case when r.ends_at > p_now then greatest((r.ends_at - p_now) / 3, interval '1 minute') else interval '15 minutes' end));
     r.retry_at := null;
     case p_verdict
         when 'reconnect' then
@@ -471,6 +476,44 @@ begin
 end
 $$;
 
+-- What a person changed in a row: a token, its times, or a state set back to active. p_columns: the mapped ones.
+create or replace function reactor.notice_row(r reactor.tokens, w reactor.token_row, p_columns jsonb, p_policy jsonb, p_now timestamptz)
+returns reactor.tokens
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if r.fingerprint <> reactor.fingerprint_of(w) then
+        r.version := greatest(r.version, coalesce(w.version, 1) - 1) + 1;
+        r.fingerprint := reactor.fingerprint_of(w);
+        r.version_at := p_now;
+        r.integration := w.integration;
+        r.account := w.account;
+        r.issued_at := w.issued_at;
+        r.expires_at := w.expires_at;
+        r.refresh_expires_at := w.refresh_expires_at;
+        r.state := 'active'; r.state_reason := null; r.lost_answers := 0; r.failures := 0; r.trouble := null; r.retry_at := null;
+        r.requested_at := null; r.probed_at := null; r.last_success_at := null;
+    elsif p_columns ? 'state' and w.state = 'active' and r.state <> 'active' then
+        r.state := 'active'; r.state_reason := null; r.failures := 0; r.trouble := null; r.retry_at := null; r.probed_at := null;
+        r.requested_at := p_now;
+    end if;
+    r.issued_at := case when p_columns ? 'issued_at' then w.issued_at else r.issued_at end;
+    r.expires_at := case when p_columns ? 'expires_at' then w.expires_at else r.expires_at end;
+    r.refresh_expires_at := case when p_columns ? 'refresh_expires_at' then w.refresh_expires_at else r.refresh_expires_at end;
+    r.can_refresh := coalesce((p_policy ->> 'refreshes')::boolean, false) and case p_policy ->> 'renews_with'
+        when 'refresh_token' then coalesce(w.refresh_token, w.sealed_refresh_token) is not null
+        when 'access_token' then coalesce(w.access_token, w.sealed_access_token) is not null
+        else true end;
+    if p_policy is null then
+        r.trouble := 'unknown_integration';
+    elsif r.trouble = 'unknown_integration' then
+        r.trouble := null;
+    end if;
+    return r;
+end
+$$;
+
 -- The first step: takes notice of the row as it is now, and says what is to be done (action) about its token:
 --   gone         the row is, or holds no secret any more: nothing is kept of it
 --   integration  the row names another one than p_integration: ask again with that one's policy
@@ -511,55 +554,29 @@ begin
         select * into r from reactor.tokens t where t.tenant_id = p_tenant and t.source = p_source and t.source_id = p_source_id for update;
     end if;
     w := reactor.read_token_row(p_source, p_tenant, p_source_id, true);
+    seen_at := v_now;
+    token_id := r.id;
     if w.source_id is null then
+        action := 'gone';
+        integration := r.integration;
         if r.id is not null then
             r.state := 'active'; r.can_refresh := false; r.deadline_at := null; r.trouble := null;  -- deserves no alert
-            v_news := (select jsonb_agg(to_jsonb(n)) from reactor.renew_token_alerts(r, v_now) n);
+            news := (select jsonb_agg(to_jsonb(n)) from reactor.renew_token_alerts(r, v_now) n);
             delete from reactor.token_attempts a where a.token_id = r.id;
             delete from reactor.tokens t where t.id = r.id;
         end if;
-        return query select 'gone', r.id, r.integration, r.account, r.version, null::text, null::text, null::timestamptz, null::timestamptz, v_now,
-            null::uuid, null::text, null::text, null::timestamptz, null::text, null::text, null::text, null::text, null::text, null::jsonb, false, v_news;
+        return next;
         return;
-    end if;
-    if w.integration is distinct from p_integration then
+    elsif w.integration is distinct from p_integration then
+        action := 'integration';
+        integration := w.integration;
         if r.version = 0 then
             delete from reactor.tokens t where t.id = r.id;
         end if;
-        return query select 'integration', r.id, w.integration, w.account, r.version, r.state, r.state_reason, r.ends_at, r.next_at, v_now,
-            null::uuid, null::text, null::text, null::timestamptz, null::text, null::text, null::text, null::text, null::text, null::jsonb, false, v_news;
+        return next;
         return;
     end if;
-
-    -- What a person changed: a token, its times, or a state set back to active.
-    if r.fingerprint <> reactor.fingerprint_of(w) then
-        r.version := greatest(r.version, coalesce(w.version, 1) - 1) + 1;
-        r.fingerprint := reactor.fingerprint_of(w);
-        r.version_at := v_now;
-        r.integration := w.integration;
-        r.account := w.account;
-        r.issued_at := w.issued_at;
-        r.expires_at := w.expires_at;
-        r.refresh_expires_at := w.refresh_expires_at;
-        r.state := 'active'; r.state_reason := null; r.lost_answers := 0; r.failures := 0; r.trouble := null; r.retry_at := null;
-        r.requested_at := null; r.probed_at := null; r.last_success_at := null;
-    elsif v_columns ? 'state' and w.state = 'active' and r.state <> 'active' then
-        r.state := 'active'; r.state_reason := null; r.failures := 0; r.trouble := null; r.retry_at := null; r.probed_at := null;
-        r.requested_at := case when r.can_refresh then v_now end;
-    end if;
-    r.issued_at := case when v_columns ? 'issued_at' then w.issued_at else r.issued_at end;
-    r.expires_at := case when v_columns ? 'expires_at' then w.expires_at else r.expires_at end;
-    r.refresh_expires_at := case when v_columns ? 'refresh_expires_at' then w.refresh_expires_at else r.refresh_expires_at end;
-    r.can_refresh := coalesce((p_policy ->> 'refreshes')::boolean, false) and case p_policy ->> 'renews_with'
-        when 'refresh_token' then coalesce(w.refresh_token, w.sealed_refresh_token) is not null
-        when 'access_token' then coalesce(w.access_token, w.sealed_access_token) is not null
-        else true end;
-    if p_policy is null then
-        r.trouble := 'unknown_integration';
-    elsif r.trouble = 'unknown_integration' then
-        r.trouble := null;
-    end if;
-    r := reactor.plan_token(r, p_policy, v_now);
+    r := reactor.plan_token(reactor.notice_row(r, w, v_columns, p_policy, v_now), p_policy, v_now);
 
     select * into h from reactor.token_attempts a where a.token_id = r.id and a.status = 'live';
     if p_seals and v_columns ? 'sealed_access_token' and coalesce(w.access_token, w.refresh_token) is not null then
@@ -574,7 +591,7 @@ begin
     elsif r.can_refresh and r.state <> 'expired' and (r.next_at <= v_now
         or p_wanted is not null and r.state = 'active' and coalesce(r.ends_at <= v_now + p_wanted, false)
             and coalesce(r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)) <= v_now, true)
-            and (r.retry_at is null or r.retry_at <= v_now))
+            and (r.retry_at <= v_now or r.last_error_at <= v_now - interval '10 seconds' and r.last_error <> 'http_429') is not false)
     then
         -- The state decides what a due time means: a token that only a probe can prove is probed.
         v_action := case when (p_policy ->> 'probes')::boolean and r.ends_at is null and r.last_success_at is not null and r.requested_at is null
@@ -694,8 +711,9 @@ begin
         r.version_at := v_now;
         r.fingerprint := reactor.fingerprint_of(w);
         if r.state_reason is distinct from 'parent' and r.state <> 'active' then  -- children that stopped with it
+            update reactor.tokens c set requested_at = v_now where c.tenant_id = r.tenant_id and c.state_reason = 'parent';
             perform reactor.schedule_token(c, v_now, v_now) from reactor.tokens c
-            where c.tenant_id = r.tenant_id and c.state_reason = 'parent' and c.id <> r.id;
+            where c.tenant_id = r.tenant_id and c.state_reason = 'parent';
         end if;
         r.state := 'active'; r.state_reason := null; r.lost_answers := 0; r.failures := 0; r.trouble := null; r.retry_at := null;
         r.requested_at := null; r.probed_at := v_now; r.last_success_at := v_now;
@@ -703,6 +721,7 @@ begin
         r := v_kept.r;
         v_news := v_kept.p_news;
     else
+        r := reactor.notice_row(r, w, (select s.columns from reactor.token_sources s where s.id = r.source), p_policy, v_now);
         r := reactor.judge_token(r, p_verdict, p_code, p_retry_s, p_policy, v_now);
         select * into v_kept from reactor.keep_token(r, w, false, p_policy, v_now);
         r := v_kept.r;
@@ -733,6 +752,7 @@ begin
         return query select 'superseded', p_token, r.version, r.state, r.state_reason, r.ends_at, r.next_at, v_news;
         return;
     end if;
+    r := reactor.notice_row(r, w, (select s.columns from reactor.token_sources s where s.id = r.source), p_policy, v_now);
     if p_verdict = 'success' then
         r.state := 'active'; r.state_reason := null; r.failures := 0; r.trouble := null; r.retry_at := null; r.last_success_at := v_now;
     elsif p_verdict in ('key_missing', 'not_saved') then
@@ -857,11 +877,11 @@ as $$
     from reactor.token_attempts a join reactor.tokens t on t.id = a.token_id where a.status = 'live' and a.host = $1
 $$;
 
--- How each token is doing; no secret. days_left: to the end that matters, of what cannot be refreshed.
+-- How each token is doing; no secret. days_left: to the end that only a person can move; null where there is none.
 create or replace view reactor.token_health with (security_invoker = true) as
 select t.tenant_id, t.integration, t.account, t.state, t.state_reason, t.ends_at as expires_at, t.refresh_expires_at, t.next_at as next_refresh,
     t.last_success_at as last_success, t.last_error as last_error_class, t.last_error_at, t.failures, t.trouble,
-    (extract(epoch from coalesce(t.deadline_at, t.ends_at) - now()) / 86400)::float8 as days_left,
+    (extract(epoch from t.deadline_at - now()) / 86400)::float8 as days_left,
     case
         when t.state = 'app_error' then 'operator'
         when t.state_reason = 'parent' then 'nobody'
