@@ -322,8 +322,14 @@ async def _check_health(
 
 
 async def _sweep_tokens(refresher: Refresher, log: Log) -> None:
+    is_first = True
+
     async def work() -> float:
+        nonlocal is_first
         await refresher.sweep()
+        if is_first:
+            await refresher.say_plain()
+            is_first = False
         return _SWEEP_TOKENS_S
 
     await _repeat("sweep_tokens", work, log)

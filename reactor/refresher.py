@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -37,6 +37,10 @@ _OF_ONE_TOKEN = {"meta_17", "meta_32", "meta_613"}  # limits of one account: the
 _PURPOSES: tuple[Purpose, Purpose] = ("access_token", "refresh_token")
 _UNSEALABLE = Reading(Verdict.UNKNOWN, "unsealable")
 _SILENT = {"timeout", "reset"}  # lost answers that tell of the provider, not of the token
+_COULD_BE_SEALED = """
+select from reactor.token_sources s
+where s.columns ? 'sealed_access_token' and exists (select from reactor.tokens t where t.source = s.id)
+"""
 _REFUSED_S = 60.0  # until an answer that cannot be saved is tried again
 _LOOKS = 8  # more than any row needs: seal, integration, parent, an attempt or two left behind
 
@@ -236,6 +240,17 @@ class Refresher:
         key_id = None if self._keys is None else self._keys.key_id
         [[jobs]] = await db.fetch(self._pool, "select reactor.reconcile_tokens($1, $2)", key_id, retention)
         return int(jobs)
+
+    async def say_plain(self) -> None:
+        """A loud word where tokens could be sealed and are not, for want of a key.
+
+        Raises:
+            Unavailable: Postgres is out of reach.
+        """
+        if self._keys is None and await db.fetch(self._pool, _COULD_BE_SEALED):
+            self._log.warning(
+                "tokens_in_plain_text", hint="`reactor keygen` makes the REACTOR_TOKEN_KEY that seals them"
+            )
 
     async def sweep(self, now: datetime | None = None) -> None:
         """Say what time alone brings, and find what is overdue and has lost its job.
@@ -457,6 +472,8 @@ class Refresher:
             reading = Reading(Verdict.TRANSIENT, str(exc))
         else:
             reading = (strategy.read_probe or answers.read_probe)(answer)
+        if reading.verdict is Verdict.KEY_DEAD and strategy.refresh is not None:  # no key, but somebody's consent
+            reading = replace(reading, verdict=Verdict.RECONNECT)
         await self._reseal(case)
         return await self._settle(case, reading)
 
