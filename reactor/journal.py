@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from reactor.errors import Unavailable
 from reactor.sealing import KeyMissing, Keys, SealBroken, key_id_of
 
 _ROOM_BYTES = 64 * 1024
+_FORGOTTEN_S = 86_400.0  # a call takes a minute at most
 _ATTEMPT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PROCESS = re.compile(r"[0-9a-f]{32}")
 _HOST = re.compile(r"[0-9a-f]{8}")
@@ -57,6 +59,10 @@ class Journal:
                 self.host = f"{socket.gethostname()}/{self._host_hex()}"
                 for path in folder.glob("*.alive"):
                     if not _is_locked(path):
+                        path.unlink(missing_ok=True)
+                for path in folder.glob("*.reserved"):  # of attempts that died, or that another host has ended since
+                    is_old = path.stat().st_mtime < time.time() - _FORGOTTEN_S
+                    if is_old and _ATTEMPT.fullmatch(path.stem) and not self._is_answer_below(path.stem):
                         path.unlink(missing_ok=True)
                 self._alive: int | None = _create(self._alive_file(self.process))
                 fcntl.flock(self._alive, fcntl.LOCK_EX)

@@ -451,3 +451,19 @@ def test_a_file_system_without_allocation_gets_zeros_written(journal, tmp_path, 
     path = tmp_path / "journal" / f"{ATTEMPT}.reserved"
     assert path.read_bytes() == bytes(65536)
     assert path.stat().st_blocks * 512 >= 65536
+
+
+def test_room_that_no_call_came_back_to_is_given_back_a_day_later_and_an_answer_never(tmp_path):
+    folder, old, answered, new = tmp_path / "journal", *(str(uuid.uuid4()) for _ in range(3))
+    with contextlib.closing(Journal(folder, KEYS)) as journal:
+        for attempt in (old, answered, new):
+            journal.reserve(attempt)
+        journal.write(answered, ENTRY)
+    (folder / f"{answered}.answer").rename(folder / f"{answered}.reserved")  # as death before the last step leaves it
+    for attempt in (old, answered):
+        os.utime(folder / f"{attempt}.reserved", (0, 0))
+
+    with contextlib.closing(Journal(folder, KEYS)) as journal:
+        assert journal.entries() == [answered]
+        assert journal.read(answered) == ENTRY
+    assert {path.stem for path in folder.glob("*.reserved")} == {answered, new}
