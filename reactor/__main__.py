@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from datetime import datetime
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,7 +18,7 @@ import asyncpg
 import typer
 
 from reactor import db, log
-from reactor.errors import Misuse, Unavailable
+from reactor.errors import Misuse, ReactorError, Unavailable
 from reactor.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="reactor",
-    help="Memory for AI content pipelines that live in Postgres: rows go in, recall comes out.",
+    help="Memory and token care for AI content pipelines that live in Postgres: rows go in, recall comes out.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # its boxes cut long options short
@@ -100,16 +102,22 @@ def _run(function: Callable[[Settings, str], Coroutine[Any, Any, T]]) -> T:
     return anyio.run(function, settings, dsn)
 
 
-async def _on_one_connection(dsn: str, query: str, *args: object) -> list[asyncpg.Record]:
+@asynccontextmanager
+async def _connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
     conn = await db.connect(dsn, application="memory-reactor command")
     try:
         with db.reaching():
             await db.prepare_connection(conn)
             await db.check_schema(conn)
-            rows: list[asyncpg.Record] = await conn.fetch(query, *args)
-            return rows
+            yield conn
     finally:
         await conn.close()
+
+
+async def _on_one_connection(dsn: str, query: str, *args: object) -> list[asyncpg.Record]:
+    async with _connected(dsn) as conn:
+        rows: list[asyncpg.Record] = await conn.fetch(query, *args)
+        return rows
 
 
 def _print_json(data: object) -> None:
@@ -183,9 +191,26 @@ def _reactor(settings: Settings, dsn: str) -> None:
     anyio.run(run_reactor, settings, dsn)
 
 
+@app.command(epilog=_example("REACTOR_HTTP_TOKEN=... reactor serve"))
+def serve() -> None:
+    """Answer over HTTP: fresh tokens, health, status. Until SIGTERM; logs go to stdout, JSON unless at a terminal."""
+    settings = load_settings()
+    try:
+        from reactor import service  # noqa: PLC0415  # an extra
+    except ModuleNotFoundError as exc:
+        if exc.name not in {"fastapi", "uvicorn"}:
+            raise
+        raise Misuse(f"{exc.name} is not installed: pip install 'memory-reactor[service]'") from exc
+    if settings.http_token is None:
+        say("REACTOR_HTTP_TOKEN is not set: only /healthz and /readyz answer, everything else is 401")
+    dsn = _dsn(settings)
+    log.configure(sys.stdout)
+    anyio.run(service.serve, settings, dsn)
+
+
 @app.command(epilog=_example("REACTOR_HANDLERS=handlers_of_mine reactor dev"))
 def dev() -> None:
-    """Run a reactor that starts again when handlers or SQL change. Broken code leaves the last good one running."""
+    """Run a reactor that starts again when code changes. Broken handlers or SQL leave the last good one running."""
     from reactor.dev import run_dev  # noqa: PLC0415
 
     settings = load_settings()
@@ -269,6 +294,85 @@ def detach(table: str) -> None:
         if not was_attached:
             raise Misuse(f"{table} is not attached")
         say(f"detached {table}")
+
+    _run(work)
+
+
+@app.command(
+    epilog=_example(
+        "reactor attach-tokens public.tenant_config instagram --tenant-column tenant \\",
+        "    --access-token-column instagram_access_token --expires-at-column instagram_expires_at",
+        "reactor attach-tokens app.connections --integration-column provider --refresh-token-column refresh_token",
+    )
+)
+def attach_tokens(
+    table: Annotated[str, typer.Argument(help="The table, with its schema if not in the search path.")],
+    integration: Annotated[
+        str | None, typer.Argument(help="Of every row; or --integration-column, where rows name theirs.")
+    ] = None,
+    tenant_column: Annotated[str, typer.Option()] = "tenant_id",
+    id_column: Annotated[str, typer.Option()] = "id",
+    access_token_column: Annotated[str, typer.Option(help="'' for none.")] = "access_token",  # noqa: S107  # a column
+    refresh_token_column: Annotated[str | None, typer.Option()] = None,
+    issued_at_column: Annotated[str | None, typer.Option()] = None,
+    expires_at_column: Annotated[str | None, typer.Option(help="When the access token ends.")] = None,
+    refresh_expires_at_column: Annotated[str | None, typer.Option(help="When the refresh token ends.")] = None,
+    scope_column: Annotated[str | None, typer.Option()] = None,
+    account_column: Annotated[str | None, typer.Option(help="Which of a tenant's several accounts.")] = None,
+    integration_column: Annotated[str | None, typer.Option()] = None,
+    metadata_column: Annotated[str | None, typer.Option(help="What some integrations need (JSON).")] = None,
+    state_column: Annotated[str | None, typer.Option(help="Told how the token is doing.")] = None,
+    state_reason_column: Annotated[str | None, typer.Option(help="Told why.")] = None,
+    version_column: Annotated[str | None, typer.Option(help="Counts the tokens of this row.")] = None,
+    sealed_access_token_column: Annotated[str | None, typer.Option(help="Sealed text; see docs/sealing.md.")] = None,
+    sealed_refresh_token_column: Annotated[str | None, typer.Option()] = None,
+) -> None:
+    """Keep the tokens of an existing table fresh, in their rows. Only the columns named here are written."""
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        [[source]] = await _on_one_connection(
+            dsn,
+            "select reactor.attach_tokens($1::text::regclass, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, "
+            "$15, $16, $17, $18)",
+            table,
+            integration,
+            tenant_column,
+            id_column,
+            access_token_column or None,
+            refresh_token_column,
+            issued_at_column,
+            expires_at_column,
+            refresh_expires_at_column,
+            scope_column,
+            account_column,
+            integration_column,
+            metadata_column,
+            state_column,
+            state_reason_column,
+            version_column,
+            sealed_access_token_column,
+            sealed_refresh_token_column,
+        )
+        say(f"attached the tokens of {table} as source {source}: `reactor run` looks after them")
+
+    _run(work)
+
+
+@app.command(epilog=_example("reactor detach-tokens public.tenant_config instagram"))
+def detach_tokens(
+    table: str,
+    integration: Annotated[str | None, typer.Argument(help="Only this one; else every one of the table.")] = None,
+) -> None:
+    """Take a table's tokens out of care. Its rows stay as they are."""
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        [[was_attached]] = await _on_one_connection(
+            dsn, "select reactor.detach_tokens($1::text::regclass, $2)", table, integration
+        )
+        which = f"the {integration} tokens of {table}" if integration else f"the tokens of {table}"
+        if not was_attached:
+            raise Misuse(f"{which} are not attached")
+        say(f"detached {which}")
 
     _run(work)
 
@@ -428,7 +532,7 @@ def jobs(
     n: Annotated[int, typer.Option("-n", min=1, max=10_000, help="How many.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """The queue's jobs, newest first; `show ID` prints one in full."""
+    """The queue's jobs, newest first. `show ID` prints one in full."""
     if context.invoked_subcommand is not None:
         return
     if status is not None and status not in _STATUSES:
@@ -492,7 +596,7 @@ def retry(
     every: Annotated[bool, typer.Option("--all", help="Every dead job.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run dead jobs again, now, with all their attempts before them. Their history stays."""
+    """Run dead jobs again, now. All their attempts are before them, and their history stays."""
     if (bool(ids) + (type_ is not None) + every) != 1:
         raise Misuse("retry which? Give ids, or --type, or --all")
 
@@ -559,6 +663,165 @@ def _local(at: datetime | None, timezone: str) -> str:
         return f"{at:%Y-%m-%d %H:%M} UTC"
 
 
+_TOKEN_STATES = (
+    "active",
+    "needs_reconnect",
+    "permission",
+    "suspended",
+    "app_error",
+    "key_dead",
+    "session_down",
+    "expired",
+)
+
+# Those that need somebody are few and have indexes of their own; of the others only the first ones are read, by when
+# they end. What it is narrowed to is read first: an index in order of time would be searched to its end for it.
+_TOKENS = """
+with found as {materialized} (
+    select * from reactor.tokens where ($1::text is null or tenant_id = $1) and {of_state}
+), needing as (
+    select id from (
+        select id, coalesce(deadline_at, ends_at) as ends from found
+        where (state <> 'active' or trouble is not null) and state_reason is distinct from 'parent'
+        union select id, coalesce(deadline_at, ends_at) from found where state = 'active' and late_at <= now()
+        union (select id, deadline_at from found where state = 'active' and deadline_at <= now() + interval '14 days'
+            order by deadline_at limit $2)
+    ) n order by ends limit $2
+), others as (
+    select id from found order by ends_at limit $2
+)
+select h.*, array(
+    select w.advice -> 'do' from reactor.wanted_token_alerts(t, now()) w
+    union all select reactor.advise('app_error', t.integration) -> 'do' where t.state = 'app_error') as advice
+from reactor.token_health h join reactor.tokens t on t.id = h.token_id
+where h.token_id = any (array(select id from needing union select id from others))
+order by h.who_must_act = 'nobody', h.days_left, h.token_id limit $2
+"""
+
+# Statements, one a table with columns for sealed tokens, that find a row which holds a plain one all the same.
+_PLAIN_TOKENS = """
+select format('select from %s where coalesce(%s, '''') <> '''' limit 1', s.relation,
+    (select string_agg(format('nullif(%I, '''')', s.columns ->> n), ', ')
+     from unnest('{access_token, refresh_token}'::text[]) n where s.columns ? n))
+from reactor.token_sources s join pg_class c on c.oid = s.relation
+where s.columns ? 'sealed_access_token' and s.columns ?| '{access_token, refresh_token}'
+"""
+
+
+@app.command(epilog=_example("reactor tokens", "reactor tokens --tenant padaria-sol --state needs_reconnect --json"))
+def tokens(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    state: Annotated[str | None, typer.Option(help=", ".join(_TOKEN_STATES) + ".")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, max=10_000, help="How many.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """How each token is doing. What needs a person first, with what to do, then what ends soonest; never a token."""
+    if state is not None and state not in _TOKEN_STATES:
+        raise Misuse(f"--state {state}: one of {', '.join(_TOKEN_STATES)}")
+
+    async def work(settings: Settings, dsn: str) -> None:
+        is_few = tenant is not None or state not in {None, "active"}
+        query = _TOKENS.format(
+            materialized="materialized" if is_few else "not materialized",
+            of_state="true" if state is None else f"state = '{state}'",
+        )
+        async with _connected(dsn) as conn:
+            rows = [dict(row) for row in await conn.fetch(query, tenant, n)]
+            is_plain = settings.token_key is None and await _any_row(conn, _PLAIN_TOKENS)
+        advice = {_in_ones_language(do): None for row in rows for do in row.pop("advice")}
+        if as_json:
+            _print_json(rows)
+        else:
+            names = [
+                "tenant",
+                "integration",
+                "account",
+                "state",
+                "expires",
+                "next refresh",
+                "days left",
+                "who must act",
+            ]
+            _table([*names, "last error"], [
+                [row["tenant_id"], row["integration"], row["account"], _state_of(row), _minute(row["expires_at"]),
+                 _minute(row["next_refresh"]), _plain(row["days_left"]), row["who_must_act"],
+                 row["last_error_class"] or "-"]
+                for row in rows
+            ])  # fmt: skip
+        if is_plain:
+            say(
+                "TOKENS LIE IN PLAIN TEXT: set REACTOR_TOKEN_KEY (reactor keygen), and they are sealed; docs/sealing.md"
+            )
+        for line in advice:
+            say(line)
+
+    _run(work)
+
+
+async def _any_row(conn: asyncpg.Connection, statements: str) -> bool:
+    """Whether one of the statements that this one returns finds a row."""
+    for (statement,) in await conn.fetch(statements):
+        if await conn.fetch(statement):
+            return True
+    return False
+
+
+def _state_of(row: dict[str, Any]) -> str:
+    reasons = [row[name] for name in ("state_reason", "trouble") if row[name]]
+    return f"{row['state']} ({', '.join(reasons)})" if reasons else str(row["state"])
+
+
+def _minute(at: datetime | None) -> str:
+    return "-" if at is None else f"{at:%Y-%m-%d %H:%M}"
+
+
+def _in_ones_language(do: dict[str, str]) -> str:
+    """What a person is told to do, in Portuguese where the locale is, else in English."""
+    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    return _one_line(do["pt" if locale.lower().startswith("pt") else "en"])
+
+
+def _one_line(text: str) -> str:
+    """Without line ends and control characters: names of tenants and accounts stand in it."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+@app.command(epilog=_example("reactor alerts", "reactor alerts --all --json"))
+def alerts(
+    every: Annotated[bool, typer.Option("--all", help="The resolved ones too.")] = False,
+    n: Annotated[int, typer.Option("-n", min=1, max=10_000, help="How many.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """What a person must see to, newest first. Each closes by itself when it is cured."""
+
+    async def work(_settings: Settings, dsn: str) -> None:
+        rows = await _on_one_connection(
+            dsn,
+            "select id, cause, subject, tenant_id, detail, occurrences, opened_at, seen_at, resolved_at "
+            f"from reactor.alerts where {'true' if every else 'resolved_at is null'} order by id desc limit $1",
+            n,
+        )
+        if as_json:
+            _print_json([dict(row) for row in rows])
+            return
+        names = ["cause", "subject", "since", "what to do"]
+        _table([*names, "resolved"] if every else names, [
+            [row["cause"], _one_line(row["subject"]), _minute(row["opened_at"]), _advice_of(row["detail"]),
+             *([_minute(row["resolved_at"])] if every else [])]
+            for row in rows
+        ])  # fmt: skip
+
+    _run(work)
+
+
+def _advice_of(detail: dict[str, Any]) -> str:
+    """What to do, where the alert says so; else what it found."""
+    if isinstance(do := detail.get("do"), dict):
+        return _in_ones_language(do)
+    found: Iterable[tuple[str, Any]] = detail.items()
+    return _one_line(", ".join(f"{name} {_plain(value)}" for name, value in found))
+
+
 @app.command(epilog=_example("reactor keygen"))
 def keygen(as_json: Json = False) -> None:
     """Make a pair of keys for sealing tokens. Nothing is stored, and no database is needed."""
@@ -610,7 +873,7 @@ def main() -> None:
     except Misuse as exc:
         say(f"reactor: {exc}")
         sys.exit(2)
-    except Unavailable as exc:
+    except ReactorError as exc:  # Unavailable, and what is sealed with a key that is not here
         say(f"reactor: {exc}")
         sys.exit(1)
     except asyncpg.PostgresError as exc:

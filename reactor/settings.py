@@ -58,6 +58,9 @@ class Settings(BaseSettings):
     token_key: SecretStr | None = None  # private keys of `reactor keygen`, comma-separated: the first one seals
     alert_webhook: Annotated[SecretStr, AfterValidator(_secret_http_address)] | None = None
     handlers: Path | None = None  # a folder of handler modules beside the built-in ones
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(8787, ge=0, le=65_535)  # 0: any that is free
+    http_token: SecretStr | None = None  # the operator's, for everything over HTTP but health
 
     @model_validator(mode="before")
     @classmethod

