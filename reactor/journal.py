@@ -57,9 +57,6 @@ class Journal:
             folder.chmod(0o700)
             with self._opening():
                 self.host = f"{socket.gethostname()}/{self._host_hex()}"
-                for path in folder.glob("*.alive"):
-                    if not _is_locked(path):
-                        path.unlink(missing_ok=True)
                 for path in folder.glob("*.reserved"):  # of attempts that died, or that another host has ended since
                     is_old = path.stat().st_mtime < time.time() - _FORGOTTEN_S
                     if is_old and _ATTEMPT.fullmatch(path.stem) and not self._is_answer_below(path.stem):
@@ -84,6 +81,17 @@ class Journal:
             return False
         with _on_disk("read"):
             return _is_locked(self._alive_file(process))
+
+    def dead(self) -> list[str]:
+        """The processes that opened this folder and died without closing it, until they are buried."""
+        with _on_disk("read"):
+            return [path.stem for path in self._folder.glob("*.alive") if not _is_locked(path)]
+
+    def bury(self, process: str) -> None:
+        """Forget a dead process: what it left was seen to."""
+        if _PROCESS.fullmatch(process) is not None and not self.is_alive(process):
+            with _on_disk("written"):
+                self._alive_file(process).unlink(missing_ok=True)
 
     def reserve(self, attempt: str) -> None:
         """Take the room for an answer, so that a full or read-only disk is found before a token is spent.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -172,6 +172,7 @@ class Refresher:
         self._parents = parents
         self._log = log
         self._flights: dict[TokenKey, _Flight] = {}
+        self._calling: set[str] = set()  # attempts of this process that are under way
         self._refused: dict[str, float] = {}
         self._policies = {name: _policy(strategies[one.strategy], one) for name, one in integrations.items()}
 
@@ -221,12 +222,16 @@ class Refresher:
         if self._journal is None:
             return 0
         done = 0
+        dead = await anyio.to_thread.run_sync(self._journal.dead)
         for attempt in await anyio.to_thread.run_sync(self._journal.entries):
-            done += await self._replay(attempt)
+            if attempt not in self._calling:
+                done += await self._replay(attempt, spares_living=True)
         for row in await db.fetch(self._pool, "select * from reactor.live_attempts($1)", self.host):
             if not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
                 await self.care(TokenKey(row["source"], row["tenant_id"], row["source_id"]), row["integration"])
                 done += 1
+        for process in dead:
+            await anyio.to_thread.run_sync(self._journal.bury, process)
         return done
 
     async def reconcile(self, retention: timedelta) -> int:
@@ -261,8 +266,14 @@ class Refresher:
         self._say([dict(row) for row in await db.fetch(self._pool, "select * from reactor.sweep_tokens($1)", now)])
 
     def is_owed(self) -> bool:
-        """Whether this host's journal holds answers that no flight of this process will save."""
-        return self._journal is not None and not self._flights and bool(self._journal.entries())
+        """Whether this host's journal shows work for `recover`: an answer nobody saves, a process that died."""
+        if self._journal is None:
+            return False
+        now = time.monotonic()
+        left = (
+            one for one in self._journal.entries() if one not in self._calling and self._refused.get(one, 0.0) <= now
+        )
+        return any(left) or bool(self._journal.dead())
 
     # The steps.
 
@@ -284,7 +295,12 @@ class Refresher:
                         return got
                     parent = got
                 case "refresh":
-                    return await self._refresh(case, parent)
+                    attempt = str(case.seen["attempt"])
+                    self._calling.add(attempt)
+                    try:
+                        return await self._refresh(case, attempt, parent)
+                    finally:
+                        self._calling.discard(attempt)
                 case "probe":
                     return await self._probe(case)
                 case _:  # gone, wait
@@ -332,8 +348,8 @@ class Refresher:
         except (KeyMissing, SealBroken):
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
 
-    async def _refresh(self, case: _Case, parent: Credential | None) -> Care:
-        attempt, started = str(case.seen["attempt"]), time.perf_counter()
+    async def _refresh(self, case: _Case, attempt: str, parent: Credential | None) -> Care:
+        started = time.perf_counter()
         try:
             reading = await self._call(case, attempt, parent)
         except (KeyMissing, SealBroken):
@@ -395,6 +411,7 @@ class Refresher:
         """The answer is all there is of the new token until the database has it."""
         assert self._journal is not None  # noqa: S101
         entry = {
+            "process": self._journal.process,
             "source": case.key.source,
             "tenant_id": case.key.tenant_id,
             "source_id": case.key.source_id,
@@ -525,38 +542,47 @@ class Refresher:
         self._log.warning("token_attempt_lost", **case.words(), host=seen["host"])
         return True
 
-    async def _replay(self, attempt: str) -> bool:
-        """Save an answer that the journal kept; False when it has none that can be read, or be saved."""
-        assert self._journal is not None  # noqa: S101
-        if self._refused.get(attempt, 0.0) > anyio.current_time():
+    async def _replay(self, attempt: str, *, spares_living: bool = False) -> bool:
+        """Save an answer that the journal kept; False when it has none that can be read, or be saved.
+
+        `spares_living`: nor one that another process is about to save.
+        """
+        journal = self._journal
+        assert journal is not None  # noqa: S101
+        if self._refused.get(attempt, 0.0) > time.monotonic():
             return False
         try:
-            entry = await anyio.to_thread.run_sync(self._journal.read, attempt)
+            entry = await anyio.to_thread.run_sync(journal.read, attempt)
         except (KeyMissing, SealBroken) as exc:
-            self._refuse(attempt, type(exc).__name__)
-            return False
+            return self._refuse(attempt, type(exc).__name__)
         if entry is None:
             return False
+        is_anothers = entry["process"] != journal.process and await anyio.to_thread.run_sync(
+            journal.is_alive, entry["process"]
+        )
+        if spares_living and is_anothers:
+            return self._refuse(attempt)
         integration = self._integrations.get(entry["integration"])
         if integration is None:
-            self._refuse(attempt, "unknown_integration")
-            return False
+            return self._refuse(attempt, "unknown_integration")
         answer = Answer(entry["status"], entry["headers"], base64.b64decode(entry["body"]))
         strategy = self._strategies[integration.strategy]
         key = TokenKey(entry["source"], entry["tenant_id"], entry["source_id"])
         try:
             saved = await self._save(_Case(key, entry, strategy, integration, None), attempt, _read(strategy, answer))
         except asyncpg.PostgresError as exc:
-            self._refuse(attempt, f"sqlstate_{exc.sqlstate}")
-            return False
+            return self._refuse(attempt, f"sqlstate_{exc.sqlstate}")
         self._log.info(
             "token_replayed", tenant_id=key.tenant_id, integration=integration.name, outcome=saved["outcome"]
         )
         return True
 
-    def _refuse(self, attempt: str, code: str) -> None:
-        self._refused[attempt] = anyio.current_time() + _REFUSED_S
-        self._log.error("journal_kept", attempt=attempt, error_code=code)
+    def _refuse(self, attempt: str, code: str | None = None) -> Literal[False]:
+        """Leave an entry alone for a while; with a code, say so."""
+        self._refused[attempt] = time.monotonic() + _REFUSED_S
+        if code is not None:
+            self._log.error("journal_kept", attempt=attempt, error_code=code)
+        return False
 
     # Secrets.
 

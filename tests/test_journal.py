@@ -215,13 +215,17 @@ def test_a_killed_process_is_dead_although_a_program_it_started_lives_on(journal
             os.kill(pid, signal.SIGKILL)
 
 
-def test_the_files_of_the_dead_are_removed_by_the_next_to_open_and_those_of_the_living_stay(journal, tmp_path):
+def test_the_dead_are_told_from_the_living_until_they_are_buried(journal, tmp_path):
     with child(OPEN + WAIT, tmp_path / "journal") as living, child(OPEN + KILL, tmp_path / "journal") as dying:
         alive, dead = opened_by(living)[0], opened_by(dying)[0]
         dying.wait(60)
 
         late = Journal(tmp_path / "journal", None)
 
+        assert late.dead() == [dead]
+        for process in (dead, alive):
+            late.bury(process)
+        assert late.dead() == []
         assert {path.stem for path in (tmp_path / "journal").glob("*.alive")} == {journal.process, alive, late.process}
         assert [late.is_alive(process) for process in (journal.process, alive, late.process, dead)] == [
             True,
