@@ -547,21 +547,9 @@ class Refresher:
 
         `spares_living`: nor one that another process is about to save.
         """
-        journal = self._journal
-        assert journal is not None  # noqa: S101
-        if self._refused.get(attempt, 0.0) > time.monotonic():
-            return False
-        try:
-            entry = await anyio.to_thread.run_sync(journal.read, attempt)
-        except (KeyMissing, SealBroken) as exc:
-            return self._refuse(attempt, type(exc).__name__)
+        entry = await self._kept(attempt, spares_living=spares_living)
         if entry is None:
             return False
-        is_anothers = entry["process"] != journal.process and await anyio.to_thread.run_sync(
-            journal.is_alive, entry["process"]
-        )
-        if spares_living and is_anothers:
-            return self._refuse(attempt)
         integration = self._integrations.get(entry["integration"])
         if integration is None:
             return self._refuse(attempt, "unknown_integration")
@@ -576,6 +564,23 @@ class Refresher:
             "token_replayed", tenant_id=key.tenant_id, integration=integration.name, outcome=saved["outcome"]
         )
         return True
+
+    async def _kept(self, attempt: str, *, spares_living: bool) -> dict[str, Any] | None:
+        journal = self._journal
+        assert journal is not None  # noqa: S101
+        if self._refused.get(attempt, 0.0) > time.monotonic():
+            return None
+        try:
+            entry = await anyio.to_thread.run_sync(journal.read, attempt)
+        except (KeyMissing, SealBroken) as exc:
+            self._refuse(attempt, type(exc).__name__)
+            return None
+        if entry is None or not spares_living or entry["process"] == journal.process:
+            return entry
+        if await anyio.to_thread.run_sync(journal.is_alive, entry["process"]):
+            self._refuse(attempt)
+            return None
+        return entry
 
     def _refuse(self, attempt: str, code: str | None = None) -> Literal[False]:
         """Leave an entry alone for a while; with a code, say so."""
