@@ -311,7 +311,7 @@ begin
             exit;
         end if;
         update reactor.alerts u set tell_at = now() + p_lease
-        where u.id = (select l.id from reactor.alerts l where l.id = a.id and l.tell_at = a.tell_at for update skip locked)
+        where u.id = (select l.id from reactor.alerts l where l.id = a.id and l.tell_at = a.tell_at and l.owes > 0 for update skip locked)
         returning u.* into a;
         if found then
             v_news := case when a.told < a.news then a.news else a.news + 1 end;
