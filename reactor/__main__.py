@@ -695,7 +695,8 @@ select h.*, array(
     union all select reactor.advise('app_error', t.integration) -> 'do' where t.state = 'app_error') as advice
 from reactor.token_health h join reactor.tokens t on t.id = h.token_id
 where h.token_id = any (array(select id from needing union select id from others))
-order by h.who_must_act = 'nobody', h.days_left, h.token_id limit $2
+order by h.who_must_act = 'nobody',
+    coalesce(case when h.who_must_act <> 'nobody' then t.deadline_at end, t.ends_at), t.id limit $2
 """
 
 # Statements, one a table with columns for sealed tokens, that find a row which holds a plain one all the same.
