@@ -1,11 +1,13 @@
-"""Looks after one token: refreshes it, probes it, or finds it gone, and says when to look next."""
+"""Looks after tokens, one by one when each is due, and over all of them on a schedule."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from reactor.job import Done, Handler, Job
 from reactor.refresher import Refresher, TokenKey
+from reactor.settings import Settings
 
 LANE = "tokens:"
 
@@ -28,4 +30,18 @@ async def refresh_token(job: Job, *, refresher: Refresher) -> dict[str, Any]:
     return care.evidence()
 
 
-HANDLERS = {"refresh_token": Handler(refresh_token, concurrency=8, timeout_s=120)}
+async def reconcile_tokens(job: Job, *, refresher: Refresher, settings: Settings) -> dict[str, Any]:  # noqa: ARG001
+    """Give a job to every token that nobody would come back to: the scheduled look, and the one after a TRUNCATE.
+
+    Payload: {}
+
+    Raises:
+        Unavailable: Postgres is out of reach.
+    """
+    return {"enqueued": await refresher.reconcile(timedelta(days=settings.job_retention_d))}
+
+
+HANDLERS = {
+    "refresh_token": Handler(refresh_token, concurrency=8, timeout_s=120),
+    "reconcile_tokens": Handler(reconcile_tokens, concurrency=1, lane="upkeep", timeout_s=3600),
+}

@@ -10,17 +10,12 @@ import asyncpg
 from reactor.db import Pool
 from reactor.job import Handler, Job
 from reactor.log import Log
-from reactor.refresher import Refresher
 from reactor.settings import Settings
 from reactor.sources import open_missed_changes_alert, prune, reconcile, source_ids
 
 
-async def reconcile_sources(
-    job: Job, *, pool: Pool, log: Log, refresher: Refresher, settings: Settings
-) -> dict[str, Any]:
-    """Compare sources with their memories and tokens with their care, and enqueue what is owed.
-
-    The scheduled look also prunes what is old.
+async def reconcile_sources(job: Job, *, pool: Pool, log: Log, settings: Settings) -> dict[str, Any]:
+    """Compare sources with their memories and enqueue what is owed; the scheduled look also prunes what is old.
 
     Payload: {} for every source, or {"source": int, "expected": bool}. A backfill and a truncated partition are
     expected to show rows; any other look that finds some raises an alert, since a trigger should have been first.
@@ -32,8 +27,7 @@ async def reconcile_sources(
     only = job.payload.get("source")
     total = {"enqueued": 0, "orphans": 0, "truncated": 0, "triggers_placed": 0}
     failures: list[asyncpg.PostgresError] = []
-    sources = await source_ids(pool)
-    for source in sources:
+    for source in await source_ids(pool):
         if only is not None and source != only:
             continue
         try:
@@ -46,11 +40,8 @@ async def reconcile_sources(
             total[name] += count
         if not job.payload.get("expected"):
             await open_missed_changes_alert(pool, source, found, log=log)
-    retention = timedelta(days=settings.job_retention_d)
-    if only not in sources:  # all of them, or one with tokens
-        total["tokens"] = await refresher.reconcile(retention)
     if only is None:
-        total["pruned"] = await prune(pool, retention)
+        total["pruned"] = await prune(pool, timedelta(days=settings.job_retention_d))
     if failures:
         raise failures[0]
     return total

@@ -105,14 +105,14 @@ as $$
     returning a.subject
 $$;
 
--- Owes a look at every source p_every from now, unless one is owed already.
+-- Owes a look at every source and every token p_every from now, unless one is owed already.
 create or replace function reactor.owe_reconcile(p_every interval) returns void
 language sql
 set search_path = pg_catalog, pg_temp
 as $$
-    select reactor.enqueue_job('reconcile', '{}', '', 'all', now() + $1, 'upkeep', 5)
+    select reactor.enqueue_job(t, '{}', '', 'all', now() + $1, 'upkeep', 5) from unnest('{reconcile, reconcile_tokens}'::text[]) t
     where not exists (select from reactor.jobs
-        where tenant_id = '' and type = 'reconcile' and dedupe_key = 'all' and status in ('pending', 'failed'))
+        where tenant_id = '' and type = t and dedupe_key = 'all' and status in ('pending', 'failed'))
 $$;
 
 -- The reactors that said so of late, and how they hear of work (reactor.check_health). What sessions are called says it

@@ -823,7 +823,7 @@ $$;
 -- come back to, and what p_key_id (null: no key) did not seal; each gets a job. Old attempts go. Returns how many jobs.
 create or replace function reactor.reconcile_tokens(p_key_id text, p_retention interval default '7 d') returns bigint
 language plpgsql
-set search_path = pg_catalog, pg_temp set timezone = 'UTC'
+set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '5s'
 as $$
 declare
     s reactor.token_sources;
@@ -831,6 +831,11 @@ declare
     v_jobs bigint := 0;
 begin
     for s in select * from reactor.token_sources where exists (select from pg_class where oid = relation) order by id loop
+        if exists (select from reactor.relations_of(s.relation) o where (select count(*) from pg_trigger t
+            where t.tgrelid = o and t.tgfoid = to_regproc(format('reactor.token_source_%s_written', s.id))) < 4)
+        then
+            perform reactor.compile_token_source(s.id);  -- a partition came since
+        end if;
         execute format('insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
             select ''refresh_token'', coalesce(w.tenant_id, r.tenant_id), ''tokens:'' || coalesce(w.integration, r.integration),
                 ''token:%1$s:'' || coalesce(w.source_id, r.source_id), jsonb_build_object(''source'', %1$s, ''id'', coalesce(w.source_id, r.source_id))
@@ -1035,8 +1040,7 @@ begin
         ' || format(v_jobs, format(v_change, false, 'old_rows')) || ';
         get diagnostics v_jobs = row_count;
     else
-        insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
-        values (''reconcile'', '''', ''upkeep'', ''source:' || s.id || ''', ''{"source": ' || s.id || ', "expected": true}'');
+        insert into reactor.jobs (type, tenant_id, lane, dedupe_key) values (''reconcile_tokens'', '''', ''upkeep'', ''all'');
         v_jobs := 1;
     end if;
     if v_jobs > 0 then perform reactor.ring(); end if;

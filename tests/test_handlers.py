@@ -209,12 +209,12 @@ class TestBinding:
         assert await call("job") == ("the pool", 3, {})
 
     def test_every_type_the_triggers_enqueue_has_a_handler(self):
-        assert set(load_handlers(None)) >= {"sync_row", "reconcile", "refresh_token"}
+        assert set(load_handlers(None)) >= {"sync_row", "reconcile", "refresh_token", "reconcile_tokens"}
 
     def test_a_folder_named_like_the_built_in_one_shadows_nothing(self, folder):
         write(folder, memory="async def f(job): ...\nHANDLERS = {'mine': f}", _private="raise RuntimeError")
 
-        assert set(load_handlers(folder)) == {"sync_row", "reconcile", "refresh_token", "mine"}
+        assert set(load_handlers(folder)) == {"sync_row", "reconcile", "refresh_token", "reconcile_tokens", "mine"}
 
     def test_what_an_editor_leaves_beside_a_module_is_none(self, folder):
         (folder / "mine.py").write_text("async def work(job): ...\nHANDLERS = {'work': work}")
