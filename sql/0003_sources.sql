@@ -452,6 +452,7 @@ begin
     call reactor.put_policy(s.relation, 'reactor_reads',
         format('for select to %I using (%I::text = (select nullif(current_setting(''reactor.tenant_id'', true), '''')))',
             reactor.worker_role(), s.tenant_column));
+    perform reactor.grant_tokens(s.relation);  -- what was revoked above, where its tokens are in care
     return v_columns;
 end
 $$;
@@ -686,6 +687,7 @@ begin
                 execute format('revoke usage on schema %I from %I', v_name, v_role);
             end if;
         end loop;
+        perform reactor.grant_tokens(p_relation);
     end if;
     execute format('drop function if exists reactor.%I, reactor.%I, reactor.%I, reactor.%I', format('source_%s_written', v_source),
         format('source_%s_rows', v_source), format('source_%s_ids', v_source), format('source_%s_page', v_source));

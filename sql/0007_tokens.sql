@@ -161,7 +161,7 @@ as $$
         $1.sealed_access_token, $1.sealed_refresh_token)::text, 'UTF8'))
 $$;
 
--- The current row of a token; nulls where there is none, or no secret in it. p_locks: nobody may change it until we commit.
+-- The current row of a token; nulls where there is none, no secret in it, or no name of an integration. p_locks: nobody may change it until we commit.
 create or replace function reactor.read_token_row(p_source int, p_tenant text, p_source_id text, p_locks boolean) returns reactor.token_row
 language plpgsql
 set search_path = pg_catalog, pg_temp set timezone = 'UTC' set datestyle = 'ISO, YMD'
@@ -176,7 +176,9 @@ begin
     end if;
     execute format('select %s from %s as t where %s %s', s.reads, s.relation, s.is_row, case when p_locks then 'for update' else '' end)
         into w using p_tenant, p_source_id;
-    if coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null then
+    if coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null
+        or (w.integration <> '' and length(w.integration) <= 190) is not true
+    then
         return null;
     end if;
     return w;
@@ -253,7 +255,8 @@ begin
     r.deadline_at := case when r.can_refresh then r.refresh_expires_at else r.ends_at end;
     r := reactor.mark_time(r, p_now);
     r.next_at := case
-        when r.requested_at is not null and r.state <> 'expired' then p_now
+        when r.requested_at is not null and r.state <> 'expired'
+            then greatest(p_now, r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)))
         when r.retry_at is not null then r.retry_at
         when r.state = 'active' then coalesce(least(v_due, v_probe), p_now + interval '1 day')
         when r.state in ('key_dead', 'session_down') then v_probe
@@ -969,6 +972,8 @@ declare
     v_relation regclass;
     v_event text;
     v_jobs text;
+    v_sides text;
+    v_rejected text;
 begin
     select * into strict s from reactor.token_sources where id = p_source;
     v_tenant := format('t.%I', s.tenant_column);
@@ -1018,6 +1023,10 @@ begin
         select distinct on (c.tenant, c.id) ''refresh_token'', c.tenant, ''tokens:'' || c.integration, ''token:%1$s:'' || c.id,
             jsonb_build_object(''source'', %1$s, ''id'', c.id)
         from (%%s) c where c.is_one and %2$s order by c.tenant, c.id, c.is_new desc', s.id, v_good);
+    v_rejected := format('insert into reactor.rejected (source, reason, tenant_length, id_length)
+        select %s, ''token'', length(c.tenant), length(c.id) from (%%s) c where c.is_one and c.is_new and not %s', s.id, v_good);
+    v_sides := format('select c1.* from (select n.*, count(*) over (partition by n.tenant, n.id, n.integration, n.is_one, n.seen) as sides from (%s union all %s) n) c1 where c1.sides = 1',
+        format(v_change, true, 'new_rows'), format(v_change, false, 'old_rows'));
     execute format('create or replace function reactor.%I() returns trigger language plpgsql security definer '
         'set search_path = pg_catalog, pg_temp set timezone = ''UTC'' set datestyle = ''ISO, YMD'' as %L', v_name, '
 #variable_conflict use_column
@@ -1030,12 +1039,11 @@ begin
     if tg_op = ''INSERT'' then
         ' || format(v_jobs, format(v_change, true, 'new_rows')) || ';
         get diagnostics v_jobs = row_count;
-        insert into reactor.rejected (source, reason, tenant_length, id_length)
-        select ' || s.id || ', ''token'', length(c.tenant), length(c.id) from (' || format(v_change, true, 'new_rows') || ') c where c.is_one and not ' || v_good || ';
+        ' || format(v_rejected, format(v_change, true, 'new_rows')) || ';
     elsif tg_op = ''UPDATE'' then  -- rows that stand on one side only, as far as their mapped columns go
-        ' || format(v_jobs, format('select c1.* from (select n.*, count(*) over (partition by n.tenant, n.id, n.integration, n.is_one, n.seen) as sides from (%s union all %s) n) c1 where c1.sides = 1',
-            format(v_change, true, 'new_rows'), format(v_change, false, 'old_rows'))) || ';
+        ' || format(v_jobs, v_sides) || ';
         get diagnostics v_jobs = row_count;
+        ' || format(v_rejected, v_sides) || ';
     elsif tg_op = ''DELETE'' then
         ' || format(v_jobs, format(v_change, false, 'old_rows')) || ';
         get diagnostics v_jobs = row_count;
@@ -1130,6 +1138,27 @@ begin
         elsif v_argument like '%\_at\_column' and v_type not in ('timestamptz'::regtype, 'timestamp'::regtype) then
             raise exception 'column % of % is a %, not a timestamp', quote_ident(v_column), p_relation, format_type(v_type, null)
                 using errcode = '42804', hint = format('%s => null when the table has none', v_argument);
+        end if;
+    end loop;
+    for v_argument, v_column in
+        select n || '_column', v_columns ->> n from unnest('{access_token, refresh_token, sealed_access_token, sealed_refresh_token, issued_at,
+            expires_at, refresh_expires_at, scope, state, state_reason, version}'::text[]) n where v_columns ? n
+    loop
+        if (select count(*) from (values (p_tenant), (p_id)) m (c) where c = v_column)
+            + (select count(*) from jsonb_each_text(v_columns) where value = v_column) > 1
+        then
+            raise exception 'column % of % is named twice', quote_ident(v_column), p_relation using errcode = '22023',
+                hint = format('%s => null when the table has none', v_argument);
+        end if;
+        if exists (select from pg_attribute where attrelid = p_relation and attname = v_column and (attgenerated <> '' or attidentity = 'a')) then
+            raise exception 'column % of % is generated and cannot be written', quote_ident(v_column), p_relation using errcode = '42804';
+        end if;
+        if v_columns ? 'sealed_access_token' and v_argument in ('access_token_column', 'refresh_token_column')
+            and exists (select from pg_attribute where attrelid = p_relation and attname = v_column and attnotnull)
+        then
+            raise exception 'column % of % is not null, and what stands there in plain text is to be emptied once it is sealed',
+                quote_ident(v_column), p_relation using errcode = '42804',
+                hint = format('alter table %s alter %I drop not null', p_relation, v_column);
         end if;
     end loop;
     if (v_columns ? 'sealed_access_token') <> (v_columns ? 'sealed_refresh_token') then
