@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +23,7 @@ from rich.text import Text
 from reactor import db
 from reactor.app import reactor
 from reactor.embedded import start
-from reactor.errors import Unavailable
+from reactor.errors import Misuse, Unavailable
 from reactor.log import get_log
 from reactor.memory import Hits, Memory
 from reactor.settings import Settings
@@ -39,11 +43,21 @@ _CHAT = [
     (_BAKERY, "c1", "user", "Prefiro títulos com pergunta e nada de emoji."),
     (_BAKERY, "c1", "user", "A gente não abre às segundas-feiras."),
 ]
+_INTEGRATIONS = """
+[demo_social]
+strategy = "oauth2"
+token_url = "{url}/token"
+auth = "none"
+rotates = true
+[demo_gateway]
+strategy = "static_key"
+probe_url = "{url}/ping"
+"""
 _QUESTION = "qual é o melhor horário para publicar?"
 
 
 async def run_demo(settings: Settings) -> None:
-    """Show memory and the queue from real rows; ends by itself and leaves only the data in REACTOR_HOME.
+    """Show memory, tokens and the queue from real rows; ends by itself and leaves only the data in REACTOR_HOME.
 
     Raises:
         Misuse: The embedded server or the local model is not installed.
@@ -56,13 +70,18 @@ async def run_demo(settings: Settings) -> None:
         console.print(server.notice)
     with console.status("applying sql/ ..."):
         await db.migrate(server.dsn, with_tables=True)
-    _done(console, "Postgres with pgvector is up, sql/ is applied, posts and chat_messages are attached", began)
+    _done(console, "Postgres with pgvector is up, sql/ is applied, posts, chat_messages and tokens are attached", began)
     settings = settings.model_copy(update={"search_deadline_s": 10.0, "database_url": None})  # a cold model is slow
     conn = await db.connect(server.dsn, application="memory-reactor demo")
     try:
         await db.prepare_connection(conn)
-        async with _reactor_beside(settings, server.dsn), Memory.open(server.dsn, settings=settings) as memory:
+        async with (
+            _provider(settings) as integrations,
+            _reactor_beside(settings.model_copy(update={"integrations": integrations}), server.dsn),
+            Memory.open(server.dsn, settings=settings) as memory,
+        ):
             await _act(console, conn, memory)
+            await _care(console, conn)
             await _show_queue(console, conn)
     finally:
         await conn.close()
@@ -137,6 +156,72 @@ async def _act(console: Console, conn: db.Connection, memory: Memory) -> None:
     _print_rows(console, ["score", "content"], [[f"{row['score']:.3f}", row["content"]] for row in found])
 
 
+@asynccontextmanager
+async def _provider(settings: Settings) -> AsyncIterator[Path]:
+    """A provider of tokens on this machine, and a REACTOR_INTEGRATIONS file that adds it to the user's."""
+    current, theirs = "demo-refresh-1", ""
+    if settings.integrations is not None:
+        try:
+            theirs = settings.integrations.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise Misuse(f"REACTOR_INTEGRATIONS: {settings.integrations} cannot be read: {exc}") from None
+
+    async def token(request: web.Request) -> web.Response:
+        nonlocal current
+        if (await request.post()).get("refresh_token") != current:  # each is good for one use
+            return web.json_response({"error": "invalid_grant"}, status=400)
+        current = f"demo-refresh-{secrets.token_hex(8)}"
+        access = f"demo-access-{secrets.token_hex(8)}"
+        return web.json_response({"access_token": access, "refresh_token": current, "expires_in": 3600})
+
+    async def ping(_request: web.Request) -> web.Response:
+        return web.json_response({"error": "this key was revoked"}, status=401)
+
+    routes = web.Application()
+    routes.add_routes([web.post("/token", token), web.get("/ping", ping)])
+    runner = web.AppRunner(routes, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "integrations.toml"
+            file.write_text(f"{theirs}\n{_INTEGRATIONS.format(url=url)}", "utf-8")
+            yield file
+    finally:
+        await runner.cleanup()
+
+
+async def _care(console: Console, conn: db.Connection) -> None:
+    demos = ["demo_social", "demo_gateway"]
+    forget = "delete from tokens where integration = any ($1)"
+    await conn.execute(forget, demos)  # of a demo that was interrupted
+    began = time.perf_counter()
+    await conn.execute(
+        "insert into tokens (tenant_id, integration, access_token, refresh_token, issued_at, expires_at) values "
+        "($1, 'demo_social', 'demo-access-1', 'demo-refresh-1', now() - interval '55 min', now() + interval '5 min'), "
+        "($2, 'demo_gateway', 'demo-key', null, null, null)",
+        _BAKERY,
+        _GYM,
+    )
+    console.print("\n[bold]Two tokens come in[/]: one ends in 5 minutes; one is a key that its provider has revoked.")
+    await _drained(console, conn, "the reactor looks after them ...")
+    _done(console, "one is refreshed, of the other somebody is told", began)
+    rows = await conn.fetch(
+        "select integration, state, version, who_must_act, "
+        "coalesce(round(extract(epoch from expires_at - now()) / 60) || ' min', '-') as ends_in from reactor.token_health where integration = any ($1) order by token_id",
+        demos,
+    )
+    names = ["integration", "state", "version", "ends_in", "who_must_act"]
+    _print_rows(console, names, [[str(row[name]) for name in names] for row in rows])
+    query = "select cause, detail from reactor.alerts where resolved_at is null and detail ->> 'integration' = any ($1)"
+    for row in await conn.fetch(query, demos):
+        console.print(f"  alert [bold]{row['cause']}[/]: {row['detail']['do']['pt']}", soft_wrap=True)
+        console.print(f"  [dim]{row['detail']['do']['en']}[/]", soft_wrap=True)
+    await conn.execute(forget, demos)  # their provider ends with the demo
+    await _drained(console, conn, "letting go of them ...")
+
+
 async def _drained(console: Console, conn: db.Connection, doing: str) -> None:
     """Wait until nothing is owed, counting down.
 
@@ -157,7 +242,7 @@ async def _drained(console: Console, conn: db.Connection, doing: str) -> None:
 
 async def _show_queue(console: Console, conn: db.Connection) -> None:
     numbers: dict[str, Any] = await conn.fetchval("select reactor.status()")
-    pending = "what is pending is the next scheduled look for rows that bypassed the triggers"
+    pending = "what is pending are the next scheduled looks for what bypassed the triggers"
     console.print(f"\n[bold]The queue[/] (reactor status); {pending}:", soft_wrap=True)
     names = ["pending", "running", "done_24h", "dead_24h", "memories", "listener"]
     _print_rows(console, names, [[str(numbers[name]) for name in names]])
