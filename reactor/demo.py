@@ -209,7 +209,8 @@ async def _care(console: Console, conn: db.Connection) -> None:
     _done(console, "one is refreshed, of the other somebody is told", began)
     rows = await conn.fetch(
         "select integration, state, version, who_must_act, "
-        "coalesce(round(extract(epoch from expires_at - now()) / 60) || ' min', '-') as ends_in from reactor.token_health where integration = any ($1) order by token_id",
+        "coalesce(round(extract(epoch from expires_at - now()) / 60) || ' min', '-') as ends_in "
+        "from reactor.token_health where integration = any ($1) order by integration desc",
         demos,
     )
     names = ["integration", "state", "version", "ends_in", "who_must_act"]
