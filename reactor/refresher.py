@@ -139,6 +139,14 @@ class _Flight:
     wanted_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why an answer in the journal was left there, and until when. `code` None: another process is about to save it."""
+
+    until: float
+    code: str | None
+
+
 class _NotSentError(Exception):
     """The provider never saw the request; args: a code."""
 
@@ -173,7 +181,7 @@ class Refresher:
         self._log = log
         self._flights: dict[TokenKey, _Flight] = {}
         self._calling: set[str] = set()  # attempts of this process that are under way
-        self._refused: dict[str, float] = {}
+        self._refused: dict[str, _Refusal] = {}
         self._policies = {name: _policy(strategies[one.strategy], one) for name, one in integrations.items()}
 
     @property
@@ -227,7 +235,8 @@ class Refresher:
             if attempt not in self._calling:
                 done += await self._replay(attempt, spares_living=True)
         for row in await db.fetch(self._pool, "select * from reactor.live_attempts($1)", self.host):
-            if not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
+            is_kept = str(row["attempt"]) in self._refused
+            if is_kept or not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
                 await self.care(TokenKey(row["source"], row["tenant_id"], row["source_id"]), row["integration"])
                 done += 1
         for process in dead:
@@ -270,9 +279,7 @@ class Refresher:
         if self._journal is None:
             return False
         now = time.monotonic()
-        left = (
-            one for one in self._journal.entries() if one not in self._calling and self._refused.get(one, 0.0) <= now
-        )
+        left = (one for one in self._journal.entries() if one not in self._calling and not self._is_refused(one, now))
         return any(left) or bool(self._journal.dead())
 
     # The steps.
@@ -524,14 +531,17 @@ class Refresher:
     async def _take_over(self, case: _Case) -> bool:
         """What to do about an attempt that another call, process or host began; False: leave it alone.
 
-        Its answer may be in this host's journal. It is lost when its process is dead, or when a host that is not this
-        one has had the time that `look_at_token` gives it.
+        Its answer may be in this host's journal; as long as it only cannot be saved, nobody is asked again. It is lost
+        when its process is dead, or when a host that is not this one has had the time that `look_at_token` gives it.
         """
         seen, attempt = case.seen, str(case.seen["attempt"])
         is_late = seen["deadline"] <= seen["seen_at"]
         if seen["host"] == self.host and self._journal is not None:
             if await self._replay(attempt):
                 return True
+            if (refusal := self._refused.get(attempt)) is not None and refusal.code != SealBroken.__name__:
+                await self._say_kept(case, refusal)
+                return False
             if not is_late and await anyio.to_thread.run_sync(self._journal.is_alive, seen["process"]):
                 return False
         elif not is_late:
@@ -560,6 +570,7 @@ class Refresher:
             saved = await self._save(_Case(key, entry, strategy, integration, None), attempt, _read(strategy, answer))
         except asyncpg.PostgresError as exc:
             return self._refuse(attempt, f"sqlstate_{exc.sqlstate}")
+        self._refused.pop(attempt, None)
         self._log.info(
             "token_replayed", tenant_id=key.tenant_id, integration=integration.name, outcome=saved["outcome"]
         )
@@ -568,7 +579,7 @@ class Refresher:
     async def _kept(self, attempt: str, *, spares_living: bool) -> dict[str, Any] | None:
         journal = self._journal
         assert journal is not None  # noqa: S101
-        if self._refused.get(attempt, 0.0) > time.monotonic():
+        if self._is_refused(attempt, time.monotonic()):
             return None
         try:
             entry = await anyio.to_thread.run_sync(journal.read, attempt)
@@ -584,10 +595,19 @@ class Refresher:
 
     def _refuse(self, attempt: str, code: str | None = None) -> Literal[False]:
         """Leave an entry alone for a while; with a code, say so."""
-        self._refused[attempt] = time.monotonic() + _REFUSED_S
+        self._refused[attempt] = _Refusal(time.monotonic() + _REFUSED_S, code)
         if code is not None:
             self._log.error("journal_kept", attempt=attempt, error_code=code)
         return False
+
+    def _is_refused(self, attempt: str, now: float) -> bool:
+        refusal = self._refused.get(attempt)
+        return refusal is not None and refusal.until > now
+
+    async def _say_kept(self, case: _Case, refusal: _Refusal) -> None:
+        if refusal.code is not None:
+            verdict = "key_missing" if refusal.code == KeyMissing.__name__ else "not_saved"
+            await self._settle(case, Reading(Verdict.UNKNOWN, refusal.code), verdict=verdict)
 
     # Secrets.
 

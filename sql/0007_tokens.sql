@@ -686,7 +686,12 @@ begin
         return;
     end if;
     w := reactor.read_token_row(r.source, r.tenant_id, r.source_id, true);
-    if w.source_id is not null and r.version = a.from_version and reactor.fingerprint_of(w) = a.fingerprint then
+    -- An answer to an earlier attempt may have come home meanwhile: what the provider issued last is what works.
+    if w.source_id is not null and (r.version = a.from_version and reactor.fingerprint_of(w) = a.fingerprint
+        or p_verdict = 'success' and r.version = a.from_version + 1 and reactor.fingerprint_of(w) = r.fingerprint and exists (
+            select from reactor.token_attempts o where o.token_id = r.id and o.from_version = a.from_version and o.status = 'saved'
+                and o.started_at < a.started_at))
+    then
         v_status := case when p_verdict = 'success' then 'saved' when p_verdict = 'ambiguous' then 'lost'
             when p_verdict in ('transient', 'unknown', 'parent') then 'failed' else 'refused' end;
     end if;
@@ -764,6 +769,9 @@ begin
         r.last_error_at := v_now;
         r.requested_at := null;
         r.retry_at := v_now + interval '15 minutes';
+        -- The answer that is here only has to be saved: no other host may take it for lost meanwhile.
+        update reactor.token_attempts o set deadline = greatest(o.deadline, r.retry_at + interval '1 minute')
+        where o.token_id = r.id and o.status = 'live';
     else
         r := reactor.judge_token(r, p_verdict, p_code, p_retry_s, p_policy, v_now);
         if r.can_refresh and p_verdict in ('key_dead', 'reconnect') then  -- derive it again from its parent
