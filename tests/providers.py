@@ -70,6 +70,7 @@ class Providers:
         self.wires = dict(WIRES)  # `toml` adds integrations of other names
         self.lives, self.rotation = dict(lives or {}), dict(rotation or {})
         self.minimum_age_s = dict(minimum_age_s or {})
+        self.replays_anew: set[str] = set()  # those whose grace issues once more, and ends what it issued before
         self.states: dict[str, str] = {}  # by account: a gateway's session, `open` unless said; `inactive` locations
         self.calls: Counter[str] = Counter()  # refreshes, by integration
         self.probes: Counter[str] = Counter()
@@ -91,6 +92,7 @@ class Providers:
 
     async def __aexit__(self, *_: object) -> None:
         self._closing.set()
+        self.gate.set()
         await self._runner.cleanup()
 
     @contextmanager
@@ -237,6 +239,10 @@ class Providers:
 
     def _renew(self, grant: Grant, wire: Wire, key: str, *, rotates: bool) -> dict[str, Any]:
         now, (life, refresh_life) = self.clock(), self._lives(grant.integration)
+        if grant.keys[key] is not None and grant.integration in self.replays_anew:
+            grant.access.popitem()
+            grant.keys.update({key: None})
+            grant.keys.pop(grant.refresh_token or "", None)
         body: dict[str, Any] = {"access_token": self._mint(grant, "access", now), "token_type": "bearer"}
         first_use = grant.keys[key] is None
         if rotates and first_use:

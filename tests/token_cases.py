@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import anyio
@@ -15,8 +18,7 @@ from anyio.abc import Process
 from conftest import make_settings
 from providers import Providers
 
-from reactor import db, refresher
-from reactor.log import get_log
+from reactor import db, log, refresher
 from reactor.refresher import Refresher, TokenKey
 from reactor.tokens import Tokens
 
@@ -53,8 +55,8 @@ class Scene:
     async def attach(self, sql: str = ATTACH) -> None:
         self.source = await self.conn.fetchval(sql)
 
-    async def connect(self, provider: str = "strict", *, ends_in_s: float = 600.0) -> TokenKey:
-        """A user connects an account whose token is due: it ends within its margin of 15 min."""
+    async def connect(self, provider: str = "strict", *, ends_in_s: float | None = 600.0) -> TokenKey:
+        """A user connects an account whose token is due: it ends within its margin of 15 min. None: nobody knows."""
         grant = self.providers.seed(provider)
         row = await self.conn.fetchval(
             "insert into accounts (tenant_id, provider, access_token, refresh_token, expires_at) "
@@ -62,7 +64,7 @@ class Scene:
             provider,
             grant["access_token"],
             grant["refresh_token"],
-            timedelta(seconds=ends_in_s),
+            None if ends_in_s is None else timedelta(seconds=ends_in_s),
         )
         return TokenKey(self.source, "acme", str(row))
 
@@ -133,6 +135,10 @@ class Scene:
         return await self.conn.fetchrow(
             "select * from reactor.tokens where source = $1 and source_id = $2", key.source, key.source_id
         )
+
+    async def is_at_version(self, key: TokenKey, version: int) -> bool:
+        token = await self.token(key)
+        return token is not None and token["version"] == version
 
     async def alerts(self) -> set[str]:
         """The causes of those that are open."""
@@ -244,7 +250,7 @@ def _die_at(point: str) -> None:
 
 async def _care(provider: str, source: str, row: str) -> None:
     async with Tokens.open() as tokens:
-        await tokens.refresher.care(TokenKey(int(source), "acme", row), provider)
+        await tokens.refresher.care(TokenKey(int(source), "acme", row), provider, wanted_s=86_400)
 
 
 async def _ask(provider: str) -> None:
@@ -255,14 +261,38 @@ async def _ask(provider: str) -> None:
         print(str(await tokens.ensure_fresh("acme", provider, min_ttl_s=1200, deadline_s=120)), flush=True)
 
 
+def _shift_clock(hours: str) -> None:
+    """Whatever Python says of the time from now on is so many hours off."""
+    real, offset_s = time.time, 3600.0 * int(hours)
+
+    class Shifted(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.fromtimestamp(real() + offset_s, tz)
+
+    time.time, dt.datetime = (lambda: real() + offset_s), Shifted
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("reactor") and getattr(module, "datetime", None) is datetime:
+            module.datetime = Shifted
+
+
 def main(code: str, *arguments: str) -> None:
-    get_log()
-    if code == "die":
-        point, *which = arguments
-        _die_at(point)
-        anyio.run(_care, *which)
-    else:
-        anyio.run(_ask, *arguments)
+    log.configure(sys.stderr)
+    match code:
+        case "die":
+            point, *arguments = arguments
+            _die_at(point)
+            anyio.run(_care, *arguments)
+        case "wrong_clock":
+            hours, *arguments = arguments
+            _shift_clock(hours)
+            print(dt.datetime.now(dt.UTC).isoformat(), flush=True)
+            anyio.run(_care, *arguments)
+        case "no_room":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (65535, 65535))
+            anyio.run(_care, *arguments)
+        case "ask":
+            anyio.run(_ask, *arguments)
 
 
 if __name__ == "__main__":
