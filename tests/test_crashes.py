@@ -95,7 +95,7 @@ async def scene(dsn, conn, tmp_path):
 async def all_done(conn, timeout_s=120):
     await eventually(
         lambda: conn.fetchval(
-            "select not exists (select from reactor.jobs where status <> 'done' and type <> 'reconcile')"
+            "select not exists (select from reactor.jobs where status <> 'done' and lane <> 'upkeep')"
         ),
         timeout_s=timeout_s,
     )
@@ -149,7 +149,7 @@ class TestKilling:
 
         async def is_over():
             return await conn.fetchval(
-                "select not exists (select from reactor.jobs where status not in ('done', 'dead') and type <> 'reconcile')"
+                "select not exists (select from reactor.jobs where status not in ('done', 'dead') and lane <> 'upkeep')"
             )
 
         while not await is_over():
@@ -203,7 +203,7 @@ class TestManyReactors:
                 nonlocal worked
                 worked = max(worked, await conn.fetchval(names))
                 return await conn.fetchval(
-                    "select not exists (select from reactor.jobs where status <> 'done' and type <> 'reconcile')"
+                    "select not exists (select from reactor.jobs where status <> 'done' and lane <> 'upkeep')"
                 )
 
             await eventually(done, timeout_s=120)
@@ -363,7 +363,7 @@ async def due_now(conn):
     await conn.execute("update reactor.jobs set run_after = now(), updated_at = now() where status = 'failed'")
     await conn.execute("select reactor.ring()")
     return await conn.fetchval(
-        "select not exists (select from reactor.jobs where status <> 'done' and type <> 'reconcile')"
+        "select not exists (select from reactor.jobs where status <> 'done' and lane <> 'upkeep')"
     )
 
 

@@ -263,7 +263,7 @@ async def be_late(conn: asyncpg.Connection, by: timedelta, name: str = "diário"
 
 
 async def jobs_of(conn: asyncpg.Connection) -> list[dict]:
-    rows = await conn.fetch("select * from reactor.jobs where type <> 'reconcile' order by id")
+    rows = await conn.fetch("select * from reactor.jobs where lane <> 'upkeep' order by id")
     return [dict(row) for row in rows]
 
 

@@ -72,7 +72,7 @@ async def results(conn):
 
 async def nothing_is_left(conn):
     assert await conn.fetchval("select count(*) from reactor.tombstones") == 0
-    assert await conn.fetchval("select count(*) from reactor.jobs where status <> 'done' and type <> 'reconcile'") == 0
+    assert await conn.fetchval("select count(*) from reactor.jobs where status <> 'done' and lane <> 'upkeep'") == 0
 
 
 class TestWhatIsEmbedded:
