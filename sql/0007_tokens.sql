@@ -456,7 +456,8 @@ begin
             r.retry_at := p_now + greatest(v_retry, interval '15 minutes');
         when 'parent' then
             r.state := 'needs_reconnect';
-            r.state_reason := 'parent';
+            -- Of a parent that is there its own alert speaks; where there is none, nobody else would.
+            r.state_reason := case p_code when 'missing' then 'parent_missing' when 'no_parent' then p_code when 'several_parents' then p_code else 'parent' end;
             r.retry_at := p_now + interval '1 hour';
         when 'ambiguous' then
             r.lost_answers := r.lost_answers + 1;
