@@ -50,7 +50,8 @@ _OUT_OF_REACH = (
 )
 
 _TIMEOUT_S = 10.0
-_CANCEL_S = 1.0
+_STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: who stops must not wait for it
+_CANCEL_S = 1.0  # nor for its answer to a cancel
 _WHY = {
     "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
     "ConnectionRefusedError": "the connection is refused",
@@ -214,6 +215,51 @@ async def fetch(pool: Pool, query: str, *args: Any) -> list[asyncpg.Record]:
     with reaching():
         async with pool.acquire(timeout=_TIMEOUT_S) as conn:
             return await conn.fetch(query, *args)
+
+
+class Line:
+    """A connection for one task at a time; `is_kept`: at hand, as taking one from the pool costs more than a statement.
+
+    `statement_s`: how long one may take; None: whoever asks sees to it.
+    """
+
+    def __init__(self, pool: Pool, *, statement_s: float | None = _STATEMENT_S) -> None:
+        self._pool = pool
+        self._conn: Any = None  # of the pool
+        self._statement_s = statement_s
+        self.is_kept = False
+
+    async def fetch(self, query: str, *args: Any) -> list[Any]:
+        """The rows of one statement; within `reaching()`, an outage is Unavailable."""
+        try:
+            if not self.is_open:
+                await self.let_go()
+                self._conn = await self._pool.acquire(timeout=_TIMEOUT_S)
+            rows: list[Any] = await self._conn.fetch(query, *args, timeout=self._statement_s)
+        except BaseException:
+            await self.let_go()
+            raise
+        if not self.is_kept:
+            await self.let_go()
+        return rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection is at hand."""
+        return self._conn is not None and not self._conn.is_closed()
+
+    def cut(self) -> None:
+        """Drop the connection: a statement under way ends as one that Postgres did not answer."""
+        if self._conn is not None:
+            self._conn.terminate()
+
+    async def let_go(self) -> None:
+        """Give the connection back, where one is held."""
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            # What cannot be given back in time is dropped by the pool: no failure of what it did.
+            with anyio.CancelScope(shield=True), suppress(Exception):
+                await self._pool.release(conn, timeout=_CANCEL_S)
 
 
 @asynccontextmanager

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
 from uuid import UUID
 
-import anyio
-
-from reactor.db import Connection, Pool, reaching
+from reactor.db import Connection, Line, Pool, reaching
 from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, GivenBack, Job, Outcome, Settled, Snooze
 from reactor.text import clean, clean_json
-
-_ACQUIRE_S = 10.0
-_STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: a worker that stops must not wait for it
-_RELEASE_S = 1.0  # nor for its answer to a cancel
 
 Lanes = Mapping[str, Mapping[str, Mapping[str, int | str]]]
 """By type and lane: `room`, the jobs that fit there, and `after`, the tenant served last."""
@@ -58,35 +52,6 @@ class Ahead:
     is_blocked: bool
 
 
-class _Line:
-    """A connection kept at hand: taking one from the pool and giving it back costs more than a claim."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._conn: Any = None  # of the pool
-        self.is_kept = False
-
-    async def fetch(self, query: str, *args: Any) -> list[Any]:
-        try:
-            if self._conn is None or self._conn.is_closed():
-                await self.let_go()
-                self._conn = await self._pool.acquire(timeout=_ACQUIRE_S)
-            rows: list[Any] = await self._conn.fetch(query, *args, timeout=_STATEMENT_S)
-        except BaseException:
-            await self.let_go()
-            raise
-        if not self.is_kept:
-            await self.let_go()
-        return rows
-
-    async def let_go(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            # What cannot be given back in time is dropped by the pool: no failure of what it did.
-            with anyio.CancelScope(shield=True), suppress(Exception):
-                await self._pool.release(conn, timeout=_RELEASE_S)
-
-
 class Jobs:
     """One worker's view of the queue.
 
@@ -108,7 +73,7 @@ class Jobs:
         snooze_limit: timedelta = timedelta(days=7),
     ) -> None:
         self._pool = pool
-        self._claims, self._endings = _Line(pool), _Line(pool)
+        self._claims, self._endings = Line(pool), Line(pool)
         self.worker = worker
         self.lease = lease
         self.instance = instance
@@ -127,9 +92,9 @@ class Jobs:
                 line.is_kept = False
                 await line.let_go()
 
-    async def _fetch(self, query: str, *args: Any, line: _Line | None = None) -> list[Any]:
+    async def _fetch(self, query: str, *args: Any, line: Line | None = None) -> list[Any]:
         with reaching():
-            return await (line or _Line(self._pool)).fetch(query, *args)
+            return await (line or Line(self._pool)).fetch(query, *args)
 
     async def claim(
         self,
