@@ -213,7 +213,7 @@ async def _care(console: Console, conn: db.Connection) -> None:
         "from reactor.token_health where integration = any ($1) order by integration desc",
         demos,
     )
-    names = ["integration", "state", "version", "ends_in", "who_must_act"]
+    names = ["integration", "state", "version", "who_must_act", "ends_in"]
     _print_rows(console, names, [[str(row[name]) for name in names] for row in rows])
     query = "select cause, detail from reactor.alerts where resolved_at is null and detail ->> 'integration' = any ($1)"
     for row in await conn.fetch(query, demos):

@@ -560,6 +560,20 @@ async def test_up_without_a_database_starts_one_of_its_own_and_takes_it_along(ho
             process.communicate(timeout=60)
 
 
+async def test_the_demo_refreshes_a_token_tells_of_a_dead_key_and_shows_neither(home):
+    shown = command("demo", REACTOR_HOME=str(home), COLUMNS="120", timeout_s=180)
+
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"demo_social +│ active +│ 2 +│ nobody +│ 60 min", shown.stdout)
+    assert re.search(r"demo_gateway +│ key_dead +│ 1 +│ operator +│ -", shown.stdout)
+    assert re.search(
+        r"alert token_key_dead: A chave de demo-academia-forte/demo_gateway \(token \d+\) foi recusada", shown.stdout
+    )
+    assert [
+        secret for secret in ("demo-access", "demo-refresh", "demo-key") if secret in shown.stdout + shown.stderr
+    ] == []
+
+
 # --- what is raised on purpose ---
 
 
