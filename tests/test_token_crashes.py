@@ -10,7 +10,7 @@ import pytest
 from conftest import eventually, reactor_process
 from proxy import proxy_to
 from test_worker import Output
-from token_cases import ATTACH_SEALED, said, scene_of
+from token_cases import ATTACH_SEALED, line_of, said, scene_of
 
 from reactor.sealing import generate
 
@@ -304,7 +304,7 @@ async def test_a_workers_clock_that_is_an_hour_wrong_changes_no_time_of_a_token(
     async with scene.process("wrong_clock", str(hours), "strict", str(key.source), key.source_id) as process:
         with anyio.fail_after(60):
             assert await process.wait() == 0, await said(process)
-        its_time = datetime.fromisoformat((await process.stdout.receive()).decode().splitlines()[0])
+        its_time = datetime.fromisoformat(await line_of(process))
 
     token, hour = await scene.token(key), timedelta(hours=1)
     ended = await scene.conn.fetchval("select clock_timestamp()")

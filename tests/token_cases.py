@@ -1,26 +1,25 @@
-"""Accounts in care before a loopback provider, and processes that die at a chosen step of a refresh."""
+"""Accounts in care before a loopback provider, the processes that look after them, and what can be seen of it."""
 
 from __future__ import annotations
 
-import datetime as dt
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import anyio
 from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
 from conftest import make_settings
 from providers import Providers
 
-from reactor import db, log, refresher
-from reactor.refresher import Refresher, TokenKey
+from reactor.refresher import TokenKey
 from reactor.tokens import Tokens
+
+PROGRAMS = Path(__file__).with_name("token_programs.py")
 
 # How each treats a refresh token that was used before.
 ROTATION = {"strict": "strict", "grace": "grace", "plain": "none"}
@@ -105,9 +104,9 @@ class Scene:
 
     @asynccontextmanager
     async def process(self, code: str, *arguments: str, home: str = "home", **env: str):
-        """A real process that runs one of the `_PROGRAMS` below; killed on the way out if it still lives."""
+        """A real process that runs one of token_programs.py; killed on the way out if it still lives."""
         async with await anyio.open_process(
-            [sys.executable, __file__, code, *arguments],
+            [sys.executable, str(PROGRAMS), code, *arguments],
             env=self.env(home, **env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -161,6 +160,13 @@ class Scene:
             )
         ]
 
+    async def jobs_due(self) -> int:
+        """How many looks at a token are due: a claim makes one of twins."""
+        return await self.conn.fetchval(
+            "select count(distinct dedupe_key) from reactor.jobs "
+            "where type = 'refresh_token' and status in ('pending', 'failed') and run_after <= clock_timestamp()"
+        )
+
     def journal(self, home: str = "home") -> list[str]:
         return sorted(path.suffix for path in (self.folder / home / "journal").glob("*.answer"))
 
@@ -183,117 +189,18 @@ async def scene_of(dsn, conn, folder: Path, monkeypatch, **options):
         yield Scene(dsn, conn, providers, folder)
 
 
+async def line_of(process: Process) -> str:
+    """The next line that a process writes."""
+    return (await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 65536)).decode()
+
+
 async def said(process: Process) -> str:
-    """All that a process wrote and has not been read."""
+    """All that a process wrote and has not been read; it need not live on."""
+    with suppress(ProcessLookupError):
+        process.kill()
     texts = []
     for stream in (process.stdout, process.stderr):
         with suppress(anyio.EndOfStream, anyio.ClosedResourceError):
             while True:
                 texts.append((await stream.receive()).decode())
     return "".join(texts)
-
-
-# The programs of `Scene.process`.
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_at(point: str) -> None:
-    """From now on this process dies where `point` says. The code under test knows nothing of it."""
-    import aiohttp  # noqa: PLC0415
-
-    send, start, tenant = refresher._send, aiohttp.ClientResponse.start, db.tenant
-    call, write_down = Refresher._call, Refresher._write_down
-    saving = False
-
-    async def sends(*arguments):
-        if point == "reserved":
-            _die()
-        answer = await send(*arguments)
-        if point == "answered":
-            _die()
-        return answer
-
-    async def starts(self, connection):
-        await start(self, connection)
-        if point == "sent":  # the provider has done it; its answer is on its way
-            _die()
-        return self
-
-    async def calls(self, *arguments):
-        nonlocal saving
-        if point == "claimed":
-            _die()
-        reading = await call(self, *arguments)
-        saving = True
-        return reading
-
-    async def writes_down(self, *arguments):
-        await write_down(self, *arguments)
-        if point == "journaled":
-            _die()
-
-    @asynccontextmanager
-    async def tenants(*arguments):
-        async with tenant(*arguments) as conn:
-            yield conn
-            if saving and point == "saving":
-                _die()
-        if saving and point == "saved":
-            _die()
-
-    refresher._send, aiohttp.ClientResponse.start, db.tenant = sends, starts, tenants
-    Refresher._call, Refresher._write_down = calls, writes_down
-
-
-async def _care(provider: str, source: str, row: str) -> None:
-    async with Tokens.open() as tokens:
-        await tokens.refresher.care(TokenKey(int(source), "acme", row), provider, wanted_s=86_400)
-
-
-async def _ask(provider: str) -> None:
-    """Say ready, wait for a line, ask for a fresh token, print it."""
-    async with Tokens.open() as tokens:
-        print("ready", flush=True)
-        await anyio.to_thread.run_sync(sys.stdin.readline)
-        print(str(await tokens.ensure_fresh("acme", provider, min_ttl_s=1200, deadline_s=120)), flush=True)
-
-
-def _shift_clock(hours: str) -> None:
-    """Whatever Python says of the time from now on is so many hours off."""
-    real, offset_s = time.time, 3600.0 * int(hours)
-
-    class Shifted(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.fromtimestamp(real() + offset_s, tz)
-
-    time.time, dt.datetime = (lambda: real() + offset_s), Shifted
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("reactor") and getattr(module, "datetime", None) is datetime:
-            module.datetime = Shifted
-
-
-def main(code: str, *arguments: str) -> None:
-    log.configure(sys.stderr)
-    match code:
-        case "die":
-            point, *arguments = arguments
-            _die_at(point)
-            anyio.run(_care, *arguments)
-        case "wrong_clock":
-            hours, *arguments = arguments
-            _shift_clock(hours)
-            print(dt.datetime.now(dt.UTC).isoformat(), flush=True)
-            anyio.run(_care, *arguments)
-        case "no_room":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (65535, 65535))
-            anyio.run(_care, *arguments)
-        case "ask":
-            anyio.run(_ask, *arguments)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
