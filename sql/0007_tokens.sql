@@ -764,6 +764,7 @@ begin
     r := reactor.notice_row(r, w, (select s.columns from reactor.token_sources s where s.id = r.source), p_policy, v_now);
     if p_verdict = 'success' then
         r.state := 'active'; r.state_reason := null; r.failures := 0; r.trouble := null; r.retry_at := null; r.last_success_at := v_now;
+        r.requested_at := case when r.can_refresh then r.requested_at end;  -- of a key nobody can refresh, this was all
     elsif p_verdict in ('key_missing', 'not_saved') then
         r.trouble := p_verdict;
         r.last_error := p_code;

@@ -9,6 +9,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 from conftest import command, drained, make_settings, running_reactor
+from providers import Providers
 
 from reactor.sealing import generate, seal
 
@@ -218,6 +219,28 @@ async def test_a_dead_key_of_a_table_of_one_s_own_is_seen_from_attaching_to_curi
     assert (alert["cause"], alert["tenant_id"], alert["resolved_at"] is None) == ("token_expired", "sol", False)
     for done in (attached, shown, alerts, cured, resolved):
         assert "CANARY" not in done.stdout + done.stderr
+
+
+async def test_a_refresh_asked_of_a_key_that_can_only_be_probed_is_one_probe(
+    dsn, conn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with Providers() as providers:
+        file = providers.toml(tmp_path)
+        for name, value in providers.env.items():
+            monkeypatch.setenv(name, value)
+        key = providers.seed("static_key", "sol")["access_token"]
+        await conn.execute(
+            "insert into tokens (tenant_id, integration, access_token) values ('sol', 'static_key', $1)", key
+        )
+        async with running_reactor(make_settings(database_url=dsn, home=tmp_path, integrations=file)):
+            await drained(conn)
+            before = providers.probes["static_key"]
+            [asked] = await conn.fetch("select * from reactor.request_refresh('sol', 'static_key')")
+            await drained(conn)
+            after = providers.probes["static_key"]
+
+    assert dict(asked) == {"account": "", "state": "active", "expires_at": None}
+    assert (before, after) == (1, 2)
 
 
 async def test_alerts_without_advice_show_what_they_found_newest_first(dsn, conn):
