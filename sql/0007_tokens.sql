@@ -431,9 +431,12 @@ begin
     r.last_error := p_code;
     r.last_error_at := p_now;
     r.requested_at := null;
-    -- A third of what is left of the token at most, and a minute at least; one that has ended is wanted.
-    v_retry := coalesce(make_interval(secs => least(greatest(p_retry_s, 0), 86400)), least(reactor.backoff(r.failures),
-        case when r.ends_at > p_now then greatest((r.ends_at - p_now) / 3, interval '1 minute') else interval '15 minutes' end));
+    -- A third of what is left of the token at most, and a minute at least; one that has ended is wanted. What the provider
+    -- asks for is the least: nulls are passed over by greatest.
+    v_retry := greatest(
+        case when p_retry_s is not null then make_interval(secs => least(greatest(p_retry_s, 0), 86400)) end,
+        least(reactor.backoff(r.failures),
+            case when r.ends_at > p_now then greatest((r.ends_at - p_now) / 3, interval '1 minute') else interval '15 minutes' end));
     r.retry_at := null;
     case p_verdict
         when 'reconnect' then
