@@ -792,6 +792,19 @@ begin
 end
 $$;
 
+-- Whether a token has a job. One look an index: they are partial, and no one of them has every status.
+create or replace function reactor.has_token_job(p_tenant text, p_key text, p_or_dead boolean) returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return exists (select from reactor.jobs where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status in ('pending', 'failed'))
+        or exists (select from reactor.jobs where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status = 'running')
+        or p_or_dead and exists (select from reactor.jobs
+            where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status = 'dead');
+end
+$$;
+
 -- The look a minute, whose cost does not grow with the tokens: what has come to be said by time alone; what is overdue and
 -- has lost its job; the alerts of applications. Only one reactor at a time. Returns what is news.
 create or replace function reactor.sweep_tokens(p_now timestamptz default null) returns table (event text, cause text, subject text)
@@ -817,16 +830,21 @@ begin
         end if;
     end loop;
     for r in
-        select * from reactor.tokens t where t.next_at < v_now - interval '5 minutes' and not exists (
-            select from reactor.jobs j where j.tenant_id = t.tenant_id and j.type = 'refresh_token'
-                and j.dedupe_key = format('token:%s:%s', t.source, t.source_id) and j.status in ('pending', 'failed', 'running'))
+        select * from reactor.tokens t where t.next_at < v_now - interval '5 minutes'
+            and not reactor.has_token_job(t.tenant_id, format('token:%s:%s', t.source, t.source_id), false)
         order by t.next_at limit 1000 for update skip locked
     loop
         perform reactor.schedule_token(r, v_now, v_now);
     end loop;
     return query
-    select 'alert_opened', 'app_error', i.integration from (select distinct integration from reactor.tokens where state = 'app_error') i
-    where reactor.open_alert('app_error', i.integration, reactor.advise('app_error', i.integration) || jsonb_build_object('integration', i.integration));
+    with recursive i as (  -- each integration by one descent of the index, however many tokens stand in it
+        (select t.integration from reactor.tokens t where t.state = 'app_error' order by t.integration limit 1)
+        union all
+        select (select t.integration from reactor.tokens t where t.state = 'app_error' and t.integration > i.integration order by t.integration limit 1)
+        from i where i.integration is not null
+    )
+    select 'alert_opened', 'app_error', i.integration from i
+    where i.integration is not null and reactor.open_alert('app_error', i.integration, reactor.advise('app_error', i.integration) || jsonb_build_object('integration', i.integration));
     return query
     update reactor.alerts o set resolved_at = now()
     where o.cause = 'app_error' and o.resolved_at is null
@@ -862,8 +880,7 @@ begin
                 and case when coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null then r.id is not null
                 else r.id is null or r.version = 0 or $1 is not null and (%4$s or concat_ws('' '', w.sealed_access_token, w.sealed_refresh_token) <> ''''
                     and split_part(coalesce(w.sealed_access_token, w.sealed_refresh_token), ''.'', 2) <> $1)
-                or r.next_at is not null and not exists (select from reactor.jobs j where j.tenant_id = r.tenant_id and j.type = ''refresh_token''
-                    and j.dedupe_key = ''token:%1$s:'' || r.source_id and j.status in (''pending'', ''failed'', ''running'', ''dead'')) end',
+                or r.next_at is not null and not reactor.has_token_job(r.tenant_id, ''token:%1$s:'' || r.source_id, true) end',
             s.id, s.reads, s.relation,
             case when s.columns ? 'sealed_access_token' then 'coalesce(w.access_token, w.refresh_token) is not null' else 'false' end)
         using p_key_id;
