@@ -10,11 +10,11 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -26,6 +26,9 @@ from reactor.journal import Journal
 from reactor.log import Log
 from reactor.sealing import KeyMissing, Keys, Purpose, SealBroken, key_id_of
 from reactor.strategy import Answer, Credential, Fresh, Integration, Reading, Request, Strategy, Verdict
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _MARGIN_S = 15.0  # of an attempt's deadline over its call: to write the answer down and save it
 _CONNECT_S = 5.0
@@ -221,7 +224,7 @@ class Refresher:
             for task in late:
                 task.cancel()
 
-    async def recover(self) -> int:
+    async def recover(self, now: datetime | None = None) -> int:
         """Save the answers in this host's journal, and end the attempts of its dead processes. Returns how many.
 
         Raises:
@@ -233,11 +236,12 @@ class Refresher:
         dead = await anyio.to_thread.run_sync(self._journal.dead)
         for attempt in await anyio.to_thread.run_sync(self._journal.entries):
             if attempt not in self._calling:
-                done += await self._replay(attempt, spares_living=True)
+                done += await self._replay(attempt, now, spares_living=True)
         for row in await db.fetch(self._pool, "select * from reactor.live_attempts($1)", self.host):
             is_kept = str(row["attempt"]) in self._refused
             if is_kept or not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
-                await self.care(TokenKey(row["source"], row["tenant_id"], row["source_id"]), row["integration"])
+                key = TokenKey(row["source"], row["tenant_id"], row["source_id"])
+                await self.care(key, row["integration"], now=now)
                 done += 1
         for process in dead:
             await anyio.to_thread.run_sync(self._journal.bury, process)
@@ -362,13 +366,15 @@ class Refresher:
         except (KeyMissing, SealBroken):
             await self._save(case, attempt, Reading(Verdict.TRANSIENT, "unsealable"))
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
+        except Permanent as exc:  # there is an answer, which nobody can read today
+            return await self._keep_for_later(case, exc.code)
         is_parents = (
             parent is not None and reading.verdict is Verdict.RECONNECT
         )  # it was the parent's token that we sent
         try:
             saved = await self._save(case, attempt, reading, verdict="parent" if is_parents else None)
         except asyncpg.PostgresError as exc:  # a trigger or a column of the table's own refuses it
-            return await self._keep_for_later(case, exc)
+            return await self._keep_for_later(case, f"sqlstate_{exc.sqlstate}")
         if parent is not None and is_parents:  # its own refresh will tell what is wrong with it
             async with db.tenant(self._pool, parent.tenant_id) as conn:
                 await conn.execute("select reactor.request_token_refresh($1, $2)", parent.tenant_id, parent.integration)
@@ -393,11 +399,14 @@ class Refresher:
 
         Raises:
             KeyMissing, SealBroken: What the row holds does not open: nobody was asked.
+            Permanent: The strategy fails at a success, which is in the journal.
         """
         strategy = case.how
         assert self._journal is not None and strategy.refresh is not None  # noqa: PT018, S101  # else it is not claimed
         try:
-            request = strategy.refresh(self._credential(case, parent), case.which)
+            credential = self._credential(case, parent)
+            with _strategys():
+                request = strategy.refresh(credential, case.which)
             await anyio.to_thread.run_sync(self._journal.reserve, attempt)
             answer = await _send(request, case.which.timeout_s)
         except Misuse:  # the integration's table lacks what this strategy needs
@@ -473,19 +482,23 @@ class Refresher:
                 self._say(saved["news"])
                 return saved
 
-    async def _keep_for_later(self, case: _Case, exc: asyncpg.PostgresError) -> Care:
+    async def _keep_for_later(self, case: _Case, code: str) -> Care:
         """The new token is in the journal; say so, and try again later."""
-        self._log.error("token_not_saved", **case.words(), error_code=exc.sqlstate)
-        return await self._settle(case, Reading(Verdict.UNKNOWN, f"sqlstate_{exc.sqlstate}"), verdict="not_saved")
+        self._log.error("token_not_saved", **case.words(), error_code=code)
+        return await self._settle(case, Reading(Verdict.UNKNOWN, code), verdict="not_saved")
 
     async def _probe(self, case: _Case) -> Care:
         strategy = case.how
         assert strategy.probe is not None  # noqa: S101  # look_at_token says so only where there is one
         try:
-            request = strategy.probe(self._credential(case), case.which)
+            credential = self._credential(case)
+            with _strategys():
+                request = strategy.probe(credential, case.which)
             if request is None:  # there is nothing to ask: as good as it looks
                 return await self._settle(case, Reading(Verdict.SUCCESS, "no_probe"))
             answer = await _send(request, case.which.timeout_s)
+            with _strategys():
+                reading = (strategy.read_probe or answers.read_probe)(answer)
         except (KeyMissing, SealBroken):
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
         except Misuse:
@@ -494,8 +507,6 @@ class Refresher:
             reading = Reading(Verdict.UNKNOWN, exc.code)
         except (_NotSentError, _LostError) as exc:
             reading = Reading(Verdict.TRANSIENT, str(exc))
-        else:
-            reading = (strategy.read_probe or answers.read_probe)(answer)
         if reading.verdict is Verdict.KEY_DEAD and strategy.refresh is not None:  # no key, but somebody's consent
             reading = replace(reading, verdict=Verdict.RECONNECT)
         await self._reseal(case)
@@ -537,7 +548,7 @@ class Refresher:
         seen, attempt = case.seen, str(case.seen["attempt"])
         is_late = seen["deadline"] <= seen["seen_at"]
         if seen["host"] == self.host and self._journal is not None:
-            if await self._replay(attempt):
+            if await self._replay(attempt, case.now):
                 return True
             if (refusal := self._refused.get(attempt)) is not None and refusal.code != SealBroken.__name__:
                 await self._say_kept(case, refusal)
@@ -552,7 +563,7 @@ class Refresher:
         self._log.warning("token_attempt_lost", **case.words(), host=seen["host"])
         return True
 
-    async def _replay(self, attempt: str, *, spares_living: bool = False) -> bool:
+    async def _replay(self, attempt: str, now: datetime | None, *, spares_living: bool = False) -> bool:
         """Save an answer that the journal kept; False when it has none that can be read, or be saved.
 
         `spares_living`: nor one that another process is about to save.
@@ -567,9 +578,11 @@ class Refresher:
         strategy = self._strategies[integration.strategy]
         key = TokenKey(entry["source"], entry["tenant_id"], entry["source_id"])
         try:
-            saved = await self._save(_Case(key, entry, strategy, integration, None), attempt, _read(strategy, answer))
+            saved = await self._save(_Case(key, entry, strategy, integration, now), attempt, _read(strategy, answer))
         except asyncpg.PostgresError as exc:
             return self._refuse(attempt, f"sqlstate_{exc.sqlstate}")
+        except Permanent as exc:
+            return self._refuse(attempt, exc.code)
         self._refused.pop(attempt, None)
         self._log.info(
             "token_replayed", tenant_id=key.tenant_id, integration=integration.name, outcome=saved["outcome"]
@@ -690,7 +703,33 @@ class Refresher:
 
 
 def _read(strategy: Strategy, answer: Answer) -> Reading:
-    return (strategy.read or answers.read_refresh)(answer)
+    """The answer understood.
+
+    Raises:
+        Permanent: It is a success, and the strategy fails at it.
+    """
+    try:
+        with _strategys():
+            return (strategy.read or answers.read_refresh)(answer)
+    except Permanent as exc:
+        if answer.status // 100 == 2:  # noqa: PLR2004
+            raise
+        return Reading(Verdict.UNKNOWN, exc.code)
+
+
+@contextmanager
+def _strategys() -> Iterator[None]:
+    """Around the code of a strategy, which may be anybody's: whatever it raises by mistake may quote a token.
+
+    Raises:
+        Permanent: It failed, code `strategy_<the error's class>`.
+    """
+    try:
+        yield
+    except (Misuse, Permanent, Unavailable):
+        raise
+    except Exception as exc:  # noqa: BLE001
+        raise Permanent("the strategy failed", code=f"strategy_{type(exc).__name__}") from None
 
 
 def _ended(row: asyncpg.Record, reading: Reading) -> Care:
@@ -714,8 +753,25 @@ def _policy(strategy: Strategy, integration: Integration) -> dict[str, Any]:
     } | {name: value for name in numbers if (value := getattr(integration, name)) is not None}
 
 
+def _sends_once() -> aiohttp.TraceConfig:
+    """Refuses a second connection: aiohttp sends a GET again by itself when its first one drops, a fresh one too."""
+    import aiohttp  # noqa: PLC0415
+
+    connected = False
+
+    async def connects(*_: object) -> None:
+        nonlocal connected
+        if connected:
+            raise _LostError("reset")
+        connected = True
+
+    once = aiohttp.TraceConfig()
+    once.on_connection_create_start.append(connects)
+    return once
+
+
 async def _send(request: Request, timeout_s: float) -> Answer:
-    """One call on a connection of its own: a kept one that drops would have aiohttp send a GET twice.
+    """One call on a connection of its own, sent once.
 
     Raises:
         _NotSentError: The provider never saw it.
@@ -731,7 +787,10 @@ async def _send(request: Request, timeout_s: float) -> Answer:
     try:
         async with (
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
+                connector=aiohttp.TCPConnector(force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=timeout,
+                trace_configs=[_sends_once()],
             ) as session,
             session.request(
                 request.method,
