@@ -68,6 +68,7 @@ call reactor.put_index('reactor.tokens_next', $$create index tokens_next on reac
 call reactor.put_index('reactor.tokens_alert', $$create index tokens_alert on reactor.tokens (alert_at) where alert_at is not null$$);
 call reactor.put_index('reactor.tokens_app_error', $$create index tokens_app_error on reactor.tokens (integration) where state = 'app_error'$$);
 -- For `reactor tokens`: what needs a person, then what ends soonest.
+call reactor.put_index('reactor.tokens_unknown', $$create index tokens_unknown on reactor.tokens (integration) where trouble = 'unknown_integration'$$);
 call reactor.put_index('reactor.tokens_unwell', $$create index tokens_unwell on reactor.tokens (id) where state <> 'active' or trouble is not null$$);
 call reactor.put_index('reactor.tokens_late', $$create index tokens_late on reactor.tokens (late_at) where state = 'active'$$);
 call reactor.put_index('reactor.tokens_deadline', $$create index tokens_deadline on reactor.tokens (deadline_at) where state = 'active'$$);
@@ -806,8 +807,9 @@ end
 $$;
 
 -- The look a minute, whose cost does not grow with the tokens: what has come to be said by time alone; what is overdue and
--- has lost its job; the alerts of applications. Only one reactor at a time. Returns what is news.
-create or replace function reactor.sweep_tokens(p_now timestamptz default null) returns table (event text, cause text, subject text)
+-- has lost its job (as far as 5,000 show it; reconcile_tokens sees all); those of p_integrations that nobody knew before; the
+-- alerts of applications. Only one reactor at a time. Returns what is news.
+create or replace function reactor.sweep_tokens(p_now timestamptz default null, p_integrations text[] default '{}') returns table (event text, cause text, subject text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
@@ -830,9 +832,14 @@ begin
         end if;
     end loop;
     for r in
-        select * from reactor.tokens t where t.next_at < v_now - interval '5 minutes'
-            and not reactor.has_token_job(t.tenant_id, format('token:%s:%s', t.source, t.source_id), false)
-        order by t.next_at limit 1000 for update skip locked
+        select * from reactor.tokens t where t.id in (
+            select o.id from (
+                select * from reactor.tokens d where d.next_at < v_now - interval '5 minutes' order by d.next_at limit 5000) o
+            where not reactor.has_token_job(o.tenant_id, format('token:%s:%s', o.source, o.source_id), false)
+            union all
+            (select u.id from reactor.tokens u
+            where u.trouble = 'unknown_integration' and u.integration = any (p_integrations) limit 1000))
+        for update skip locked
     loop
         perform reactor.schedule_token(r, v_now, v_now);
     end loop;
@@ -923,7 +930,7 @@ select t.tenant_id, t.integration, t.account, t.state, t.state_reason, t.ends_at
     case
         when t.state = 'app_error' then 'operator'
         when t.state_reason = 'parent' then 'nobody'
-        else coalesce((select w.advice ->> 'who' from reactor.wanted_token_alerts(t, now()) w limit 1), 'nobody')
+        else coalesce((select w.advice ->> 'who' from reactor.wanted_token_alerts(t, now()) w order by w.cause = 'token_expiring', w.cause limit 1), 'nobody')
     end as who_must_act,
     t.version, t.can_refresh, t.id as token_id
 from reactor.tokens t;
