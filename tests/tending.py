@@ -39,6 +39,8 @@ class Tended:
             "home": self.folder / "home",
             "integrations": self.toml,
             "token_key": self.token_key,
+            "voyage_api_key": "none",  # nothing is embedded, unless a test brings a stub
+            "voyage_base_url": "http://127.0.0.1:9",
         }
         return make_settings(**(values | more))
 
