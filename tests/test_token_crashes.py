@@ -81,6 +81,28 @@ async def test_kill_9_at_each_step(scene, point, provider, calls, state, alerts,
         assert await scene.waiting() == []  # only a person can help: the alert is open
 
 
+@pytest.mark.parametrize(
+    ("provider", "calls", "state", "reason"),
+    [("grace", 2, "needs_reconnect", "answer_lost"), ("plain", 3, "active", None)],
+)
+async def test_of_two_answers_lost_in_a_row_only_a_token_that_rotates_needs_a_person(
+    scene, provider, calls, state, reason
+):
+    key = await scene.connect(provider)
+    scene.providers.fail(provider, "reset_after", "reset_after")
+    async with scene.opened() as tokens:
+        for _ in range(3):
+            token = await scene.token(key)
+            now = None if token is None or token["state"] != "active" else token["next_at"]
+            await tokens.refresher.care(key, provider, now=now)
+
+    token = await scene.token(key)
+    assert scene.providers.calls[provider] == calls
+    assert (token["state"], token["state_reason"]) == (state, reason)
+    assert await scene.alerts() - {"token_late"} == ({"token_needs_reconnect"} if reason else set())
+    assert await scene.waiting() == [token["next_at"]]  # it tries once more much later, without a person
+
+
 class TestASupervisedReactor:
     async def test_killed_in_mid_call_and_started_again_it_recovers_within_the_grace_of_its_provider(self, scene):
         key = await scene.connect("grace")
