@@ -28,7 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+import anyio.to_thread
+
 from reactor.errors import Misuse, Unavailable
+from reactor.log import get_log
+from reactor.settings import Settings
 
 _VERSION = 18
 _DATABASE = "reactor"
@@ -360,3 +364,18 @@ def _let_go(data: Path) -> None:
 def _unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked child has the descriptor too
     os.close(descriptor)
+
+
+async def address_of(settings: Settings) -> str:
+    """DATABASE_URL, or the embedded server, started.
+
+    Raises:
+        Misuse: The embedded server is not installed.
+        Unavailable: It does not start.
+    """
+    if settings.database_url is not None:
+        return settings.database_url.get_secret_value()
+    server = await anyio.to_thread.run_sync(start, settings.home)
+    if server.notice is not None:
+        get_log().warning("embedded_server", notice=server.notice)
+    return server.dsn

@@ -21,6 +21,7 @@ from pgvector import HalfVector
 
 from reactor import db
 from reactor.cache import LRUCache, recall_key
+from reactor.embedded import address_of
 from reactor.embedder import Embedder
 from reactor.errors import Misuse, Permanent, Unavailable
 from reactor.listener import Listener, Wakeup
@@ -124,7 +125,7 @@ class Memory:
         """
         settings = settings or load_settings()
         if dsn is None:
-            dsn = await _default_dsn(settings)
+            dsn = await address_of(settings)
         if not dsn.startswith(("postgresql://", "postgres://")):
             raise Misuse("the database address is not a postgresql://... one")
         async with AsyncExitStack() as stack:
@@ -459,17 +460,6 @@ class Memory:
             for _ in range(max(1, self._pool.get_idle_size())):
                 asking.start_soon(ask)
         return any(answers)
-
-
-async def _default_dsn(settings: Settings) -> str:
-    if settings.database_url is not None:
-        return settings.database_url.get_secret_value()
-    from reactor.embedded import start  # noqa: PLC0415  # an extra
-
-    server = await anyio.to_thread.run_sync(start, settings.home)
-    if server.notice is not None:
-        get_log().warning("embedded_server", notice=server.notice)
-    return server.dsn
 
 
 def _own(hits: Sequence[Hit]) -> list[Hit]:

@@ -12,6 +12,7 @@ import anyio
 import asyncpg
 
 from reactor import db
+from reactor.embedded import address_of
 from reactor.errors import Misuse, NeedsReconnect, Unavailable
 from reactor.journal import Journal
 from reactor.loading import load_strategies
@@ -79,15 +80,16 @@ class Tokens:
     @classmethod
     @asynccontextmanager
     async def open(cls, dsn: str | None = None, *, settings: Settings | None = None) -> AsyncIterator[Tokens]:
-        """Tokens of the database at `dsn` (else DATABASE_URL). Nothing is reached yet.
+        """Tokens of the database at `dsn` (DATABASE_URL, or the embedded server, unless given). Nothing is reached yet.
 
         Raises:
-            Misuse: The environment or the file of integrations is wrong.
+            Misuse: The environment, the file of integrations or `dsn` is wrong.
+            Unavailable: The embedded server does not start.
         """
         settings = settings or load_settings()
-        if dsn is None and settings.database_url is None:
-            raise Misuse("Tokens.open needs a dsn, or DATABASE_URL")
-        address = dsn or settings.database_url.get_secret_value()  # type: ignore[union-attr]
+        address = dsn or await address_of(settings)
+        if not address.startswith(("postgresql://", "postgres://")):
+            raise Misuse("the database address is not a postgresql://... one")
         async with AsyncExitStack() as stack:
             # Any pooler may stand between: what changes a token asks nothing of its session.
             pool = await stack.enter_async_context(
