@@ -10,7 +10,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -174,12 +174,14 @@ class Refresher:
         journal: Journal | None,
         parents: Parents,
         log: Log,
+        reopen: Callable[[], Journal] | None = None,
     ) -> None:
         self._pool = pool
         self._strategies = strategies
         self._integrations = integrations
         self._keys = keys
         self._journal = journal
+        self._reopen = reopen  # a journal that could not be opened: no provider is called without
         self._parents = parents
         self._log = log
         self._flights: dict[TokenKey, _Flight] = {}
@@ -217,12 +219,14 @@ class Refresher:
             task.exception()  # its caller may have gone
 
     async def aclose(self) -> None:
-        """Let calls in flight land; what takes too long is in the journal or can be asked again."""
+        """Let calls in flight land, and close the journal: it has what takes too long, or that can be asked again."""
         tasks = [flight.task for flight in self._flights.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
             for task in late:
                 task.cancel()
+        if self._journal is not None:
+            self._journal.close()
 
     async def recover(self, now: datetime | None = None) -> int:
         """Save the answers in this host's journal, and end the attempts of its dead processes. Returns how many.
@@ -276,7 +280,9 @@ class Refresher:
         Raises:
             Unavailable: Postgres is out of reach.
         """
-        self._say([dict(row) for row in await db.fetch(self._pool, "select * from reactor.sweep_tokens($1)", now)])
+        names = list(self._integrations)
+        news = await db.fetch(self._pool, "select * from reactor.sweep_tokens($1, $2)", now, names)
+        self._say([dict(row) for row in news])
 
     def is_owed(self) -> bool:
         """Whether this host's journal shows work for `recover`: an answer nobody saves, a process that died."""
@@ -290,6 +296,7 @@ class Refresher:
 
     async def _care(self, key: TokenKey, name: str, wanted_s: float | None, now: datetime | None) -> Care:
         parent: Credential | None = None
+        await self._open_again()
         for _ in range(_LOOKS):
             case = await self._look(key, name, wanted_s=wanted_s, now=now, has_parent=parent is not None)
             match case.seen["action"]:
@@ -318,6 +325,12 @@ class Refresher:
                     await self._reseal(case)
                     return case.untouched()
         return case.untouched()
+
+    async def _open_again(self) -> None:
+        if self._journal is None and self._reopen is not None:
+            with suppress(Unavailable):
+                self._journal = await anyio.to_thread.run_sync(self._reopen)
+                self._log.info("journal_ready")
 
     async def _look(
         self, key: TokenKey, name: str, *, wanted_s: float | None, now: datetime | None, has_parent: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,9 +61,10 @@ class Tokens:
     def __init__(self, pool: db.Pool, *, settings: Settings, log: Log, reads: Reads | None = None) -> None:
         strategies = load_strategies(settings.handlers)
         self._keys = None if settings.token_key is None else Keys.parse(settings.token_key.get_secret_value())
-        self._journal: Journal | None = None
+        open_journal = functools.partial(Journal, settings.home / "journal", self._keys)
+        journal: Journal | None = None
         try:
-            self._journal = Journal(settings.home / "journal", self._keys)
+            journal = open_journal()
         except Unavailable as exc:  # tokens that are fresh can be had all the same
             log.error("journal_failed", error_code=exc.code, reason=str(exc))
         self._reads = reads or Reads(pool)
@@ -72,9 +74,10 @@ class Tokens:
             strategies=strategies,
             integrations=load_integrations(settings.integrations, strategies),
             keys=self._keys,
-            journal=self._journal,
+            journal=journal,
             parents=self._parent,
             log=log,
+            reopen=open_journal,
         )
 
     @classmethod
@@ -104,8 +107,6 @@ class Tokens:
     async def aclose(self) -> None:
         """Let refreshes under way end. The pool is its owner's to close."""
         await self.refresher.aclose()
-        if self._journal is not None:
-            self._journal.close()
 
     async def ensure_fresh(
         self,
