@@ -119,7 +119,8 @@ class Year:
         integration = kind.partition(" ")[0]
         tenant, account = f"t{number}", f"{kind}-{number}".replace(" ", "-")
         life = self.life(integration)
-        age_s = 0 if life is None else self.random.random() * (life - self.margin(integration))
+        left_s = 15 * DAY_S if kind in UNREFRESHED else self.margin(integration)
+        age_s = 0 if life is None else self.random.random() * (life - left_s)
         granted = self.providers.seed(integration, tenant, account, age_s=age_s)
         if kind in UNREFRESHED:
             granted["refresh_token"] = None
@@ -164,9 +165,12 @@ class Year:
 
     async def pass_until(self, end: datetime, tick: timedelta) -> None:
         """What happens until then, looked at by ticks, at which there is something to do or to say."""
+        last = None
         while (ahead := await self.conn.fetchval(NEXT, self.now)) is not None and ahead <= end:
-            ticks = max((ahead - self.start) / tick, 0)
-            self.now = max(self.now, min(self.start + tick * -int(-ticks // 1), end))
+            ticks = -((self.start - ahead) // tick)
+            self.now = max(self.now, min(self.start + tick * ticks, end))
+            assert self.now != last, f"{ahead} comes again and again"
+            last = self.now
             await self.conn.execute("update clock set now = $1", self.now)
             await self.conn.execute("select reactor.sweep_tokens($1)", self.now)
             await self.look_after()
