@@ -3,12 +3,20 @@ create or replace function reactor.status() returns jsonb
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-    with waiting as (  -- index only, whatever else the table holds
+    with later as (  -- counted as far as 100,000 go: there is one a token, and there may be millions
+        select status, count(*) as jobs, min(run_after) as first_at from (
+            select status, run_after from reactor.jobs
+            where status in ('pending', 'failed') and run_after > updated_at order by run_after, id limit 100000) first
+        group by status
+    ), beyond as (  -- by the planner's own estimate
+        select case when sum(jobs) < 100000 then 1.0
+            else greatest((select reltuples from pg_class where oid = 'reactor.jobs_later'::regclass) / sum(jobs), 1.0) end as factor
+        from later
+    ), waiting as (  -- index only, whatever else the table holds
         select status, count(*) as jobs, min(run_after) as first_at from reactor.jobs
         where status in ('pending', 'failed') and run_after <= updated_at and not is_suspect group by status
         union all
-        select status, count(*), min(run_after) from reactor.jobs
-        where status in ('pending', 'failed') and run_after > updated_at group by status
+        select status, (jobs * factor)::bigint, first_at from later, beyond
         union all
         select status, count(*), min(run_after) from reactor.jobs
         where is_suspect and status in ('pending', 'failed') and run_after <= updated_at group by status
