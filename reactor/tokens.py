@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
-from typing import Self
+from typing import Literal, Self
 
 import anyio
 import asyncpg
@@ -135,27 +135,29 @@ class Tokens:
             ValueError: Several accounts, and none was named.
         """
         until = anyio.current_time() + deadline_s
-        row = await self._row(tenant_id, integration, account, until)
+        row = await self._row("glance", tenant_id, integration, account, until)
         if _is_fresh(row, min_ttl_s):  # before any timer is set: a fifth of all this takes
             return self._opened(row)
         with anyio.CancelScope(deadline=until):
-            return await self._refreshed(row, account, min_ttl_s, until)
+            return await self._refreshed(tenant_id, integration, account, min_ttl_s, until)
         raise Unavailable("the token was not refreshed in time", code="deadline")
 
-    async def _refreshed(self, row: asyncpg.Record, account: str | None, min_ttl_s: float, until: float) -> FreshToken:
+    async def _refreshed(
+        self, tenant_id: str, integration: str, account: str | None, min_ttl_s: float, until: float
+    ) -> FreshToken:
         pause_s = _PAUSE_S[0]
-        tenant_id, integration = row["tenant_id"], row["integration"]
+        care: Care | None = None
         while True:
-            key = TokenKey(row["source"], tenant_id, row["source_id"])
-            care = await self.refresher.care(key, integration, wanted_s=min_ttl_s)
-            if care.action in _PASSING:
-                await anyio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # jitter
-                pause_s = min(pause_s * 2, _PAUSE_S[1])
-            row = await self._row(tenant_id, integration, account, until)
+            row = await self._row("look", tenant_id, integration, account, until)
             if _is_fresh(row, min_ttl_s):
                 return self._opened(row)
-            if care.action not in _PASSING:
+            if care is not None and care.action not in _PASSING:
                 return self._after(care, row)
+            if care is not None:
+                await anyio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # jitter
+                pause_s = min(pause_s * 2, _PAUSE_S[1])
+            key = TokenKey(row["source"], tenant_id, row["source_id"])
+            care = await self.refresher.care(key, integration, wanted_s=min_ttl_s)
 
     def _after(self, care: Care, row: asyncpg.Record) -> FreshToken:
         """What a token that is not as fresh as wanted is good for, once all that could be done was done."""
@@ -172,11 +174,14 @@ class Tokens:
             raise Unavailable(f"{which}: {care.outage}", retry_after_s=care.outage.retry_after_s, code=care.outage.code)
         raise Unavailable(f"{which} was not refreshed", code=care.code or row["last_error"] or care.action)
 
-    async def _row(self, tenant_id: str, integration: str, account: str | None, until: float) -> asyncpg.Record:
-        rows = await self._rows(tenant_id, integration, account, until)
+    async def _row(
+        self, how: Literal["glance", "look"], tenant_id: str, integration: str, account: str | None, until: float
+    ) -> asyncpg.Record:
+        """The token's row; a look also says how its care goes."""
+        rows = await self._rows(how, tenant_id, integration, account, until)
         if not rows:  # it may stand in a table that was attached since
             self._sources = []
-            rows = await self._rows(tenant_id, integration, account, until)
+            rows = await self._rows(how, tenant_id, integration, account, until)
         if not rows:
             raise NeedsReconnect(
                 f"{tenant_id} has no {integration} token", state="missing", reason="nobody connected it"
@@ -185,7 +190,9 @@ class Tokens:
             raise ValueError(f"{tenant_id} has several {integration} accounts: say which (account=...)")
         return rows[0]
 
-    async def _rows(self, tenant_id: str, integration: str, account: str | None, until: float) -> list[asyncpg.Record]:
+    async def _rows(
+        self, how: str, tenant_id: str, integration: str, account: str | None, until: float
+    ) -> list[asyncpg.Record]:
         if not self._sources:
             self._sources = await self._reads.fetch(_SOURCES, until=until)
         found: list[asyncpg.Record] = []
@@ -193,7 +200,7 @@ class Tokens:
             if source["integration"] not in {None, integration}:
                 continue
             try:
-                found += await self._reads.fetch(source["statement"], tenant_id, integration, account, until=until)
+                found += await self._reads.fetch(source[how], tenant_id, integration, account, until=until)
             except asyncpg.DataError:  # no tenant of that table could be called so
                 continue
             except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError):
@@ -239,16 +246,27 @@ def _is_fresh(row: asyncpg.Record, min_ttl_s: float) -> bool:
     return lives and row["state"] in _USABLE and _has_access(row)
 
 
-# One statement a source, found by its index: the row itself, so that what a person wrote a moment ago counts.
+# Two statements a source, found by its index. Both read the row itself: what a person wrote a moment ago counts;
+# where it holds its state and end (care writes them there in its own transaction), that is all a glance needs.
 _SOURCES = """
-select s.integration, format('
-    select w.tenant_id, w.source_id, w.integration, w.account, w.access_token, w.sealed_access_token, %s as source,
-    r.version, coalesce(r.state, ''unseen'') as state, r.state_reason, r.last_error,
-    coalesce(r.failures, 0) as failures, clock_timestamp() as now, %s as ends_at
-    from (select %s from %s as t where %s) w
-    left join reactor.tokens r on r.tenant_id = w.tenant_id and r.source = %s and r.source_id = w.source_id
-    where coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is not null limit 2',
-    s.id, case when s.columns ? 'expires_at' then 'coalesce(w.expires_at, r.ends_at)' else 'r.ends_at' end,
-    s.reads, s.relation, s.is_account, s.id) as statement
-from reactor.token_sources s where exists (select from pg_class where oid = s.relation) order by s.id
+select s.integration, s.look, case when s.columns ?& '{state, expires_at}' then format('
+        select w.tenant_id, w.integration, w.account, w.access_token, w.sealed_access_token, w.version, w.state,
+            clock_timestamp() as now, w.expires_at as ends_at
+        from (select %s from %s as t where %s) w
+        where coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is not null
+        limit 2',
+        s.reads, s.relation, s.is_account) else s.look end as glance
+from (
+    select *, format('
+        select w.tenant_id, w.source_id, w.integration, w.account, w.access_token, w.sealed_access_token, %s as source,
+            r.version, coalesce(r.state, ''unseen'') as state, r.state_reason, r.last_error,
+            coalesce(r.failures, 0) as failures, clock_timestamp() as now, %s as ends_at
+        from (select %s from %s as t where %s) w
+        left join reactor.tokens r on r.tenant_id = w.tenant_id and r.source = %s and r.source_id = w.source_id
+        where coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is not null
+        limit 2',
+        id, case when columns ? 'expires_at' then 'coalesce(w.expires_at, r.ends_at)' else 'r.ends_at' end,
+        reads, relation, is_account, id) as look
+    from reactor.token_sources) s
+where exists (select from pg_class where oid = s.relation) order by s.id
 """
