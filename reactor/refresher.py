@@ -10,9 +10,9 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,10 +35,11 @@ _CONNECT_S = 5.0
 _MOST_BODY = 256 * 1024
 _SAVE_S = 600.0  # how long an answer is held up for a database that is away; then the journal keeps it
 _CLOSE_S = 20.0
-_APP_REST_S = 900.0
+_LONGEST_REST_S = 60.0  # of a lane, for what one token was told: the token itself waits as long as it was
 _OF_ONE_TOKEN = {"meta_17", "meta_32", "meta_613"}  # limits of one account: the others are well
 _PURPOSES: tuple[Purpose, Purpose] = ("access_token", "refresh_token")
 _UNSEALABLE = Reading(Verdict.UNKNOWN, "unsealable")
+_PASSING_STATES = {"40", "53", "55", "57"}  # deadlocks, no resources, locks, timeouts and shutdowns
 _SILENT = {"timeout", "reset"}  # lost answers that tell of the provider, not of the token
 _COULD_BE_SEALED = """
 select from reactor.token_sources s
@@ -106,6 +107,7 @@ class _Case:
     strategy: Strategy | None
     integration: Integration | None
     now: datetime | None
+    began: float = field(default_factory=time.time)  # by this machine's clock, which a sleep does not stop
 
     @property
     def how(self) -> Strategy:
@@ -116,6 +118,15 @@ class _Case:
     def which(self) -> Integration:
         assert self.integration is not None  # noqa: S101
         return self.integration
+
+    def be_in_time(self) -> None:
+        """Nothing, unless this process or its disk stood still since the look: somebody may have taken over.
+
+        Raises:
+            _NotSentError: It did.
+        """
+        if time.time() - self.began > _MARGIN_S:
+            raise _NotSentError("late")
 
     def bound(self) -> dict[str, str]:
         """What its secrets are sealed for."""
@@ -181,13 +192,18 @@ class Refresher:
         self._integrations = integrations
         self._keys = keys
         self._journal = journal
+        self._opening = anyio.Lock()
         self._reopen = reopen  # a journal that could not be opened: no provider is called without
         self._parents = parents
         self._log = log
         self._flights: dict[TokenKey, _Flight] = {}
         self._calling: set[str] = set()  # attempts of this process that are under way
         self._refused: dict[str, _Refusal] = {}
-        self._policies = {name: _policy(strategies[one.strategy], one) for name, one in integrations.items()}
+        self._policies = {
+            name: _policy(strategies[one.strategy], one)
+            | {"children": [child for child, other in integrations.items() if other.parent == name]}
+            for name, one in integrations.items()
+        }
 
     @property
     def host(self) -> str:
@@ -203,6 +219,7 @@ class Refresher:
 
         Raises:
             Unavailable: Postgres is out of reach; nothing was called.
+            Permanent: The row cannot be read or written as it is mapped.
         """
         while (flight := self._flights.get(key)) is not None:
             if (wanted_s or 0.0) <= flight.wanted_s:
@@ -245,7 +262,10 @@ class Refresher:
             is_kept = str(row["attempt"]) in self._refused
             if is_kept or not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
                 key = TokenKey(row["source"], row["tenant_id"], row["source_id"])
-                await self.care(key, row["integration"], now=now)
+                try:
+                    await self.care(key, row["integration"], now=now)
+                except Permanent as exc:  # its table refuses; the others are seen to all the same
+                    self._log.error("token_not_saved", tenant_id=row["tenant_id"], error_code=exc.code)
                 done += 1
         for process in dead:
             await anyio.to_thread.run_sync(self._journal.bury, process)
@@ -326,11 +346,30 @@ class Refresher:
                     return case.untouched()
         return case.untouched()
 
+    @asynccontextmanager
+    async def _row_of(self, key: TokenKey) -> AsyncIterator[db.Connection]:
+        """A transaction scoped to the row's tenant. What Postgres says of the row is dropped: it may quote its tokens.
+
+        Raises:
+            Unavailable: Postgres is out of reach or busy, or somebody's transaction holds the row.
+            Permanent: The row cannot be read or written, code `sqlstate_<...>`.
+        """
+        try:
+            async with db.tenant(self._pool, key.tenant_id) as conn:
+                yield conn
+        except asyncpg.PostgresError as exc:
+            if str(exc.sqlstate)[:2] in _PASSING_STATES:
+                raise Unavailable("the token's row is held, or Postgres is busy", code="postgres") from None
+            raise Permanent("Postgres refuses the token's row", code=f"sqlstate_{exc.sqlstate}") from None
+
     async def _open_again(self) -> None:
-        if self._journal is None and self._reopen is not None:
-            with suppress(Unavailable):
-                self._journal = await anyio.to_thread.run_sync(self._reopen)
-                self._log.info("journal_ready")
+        if self._journal is not None or self._reopen is None:
+            return
+        async with self._opening:
+            if self._journal is None:
+                with suppress(Unavailable):
+                    self._journal = await anyio.to_thread.run_sync(self._reopen)
+                    self._log.info("journal_ready")
 
     async def _look(
         self, key: TokenKey, name: str, *, wanted_s: float | None, now: datetime | None, has_parent: bool
@@ -339,7 +378,7 @@ class Refresher:
         strategy = None if integration is None else self._strategies[integration.strategy]
         needs_parent = strategy is not None and strategy.renews_with == "parent"
         timeout_s = _MARGIN_S + (integration.timeout_s if integration is not None else 0)
-        async with db.tenant(self._pool, key.tenant_id) as conn:
+        async with self._row_of(key) as conn:
             seen = await conn.fetchrow(
                 "select * from reactor.look_at_token($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
                 key.source,
@@ -381,13 +420,14 @@ class Refresher:
             return await self._settle(case, _UNSEALABLE, verdict="key_missing")
         except Permanent as exc:  # there is an answer, which nobody can read today
             return await self._keep_for_later(case, exc.code)
+        # It was the parent's token that we sent: the parent is asked once; after that it is our own fault.
         is_parents = (
-            parent is not None and reading.verdict is Verdict.RECONNECT
-        )  # it was the parent's token that we sent
+            parent is not None and reading.verdict is Verdict.RECONNECT and case.seen["state_reason"] != "parent"
+        )
         try:
             saved = await self._save(case, attempt, reading, verdict="parent" if is_parents else None)
-        except asyncpg.PostgresError as exc:  # a trigger or a column of the table's own refuses it
-            return await self._keep_for_later(case, f"sqlstate_{exc.sqlstate}")
+        except Permanent as exc:  # a trigger or a column of the table's own refuses it
+            return await self._keep_for_later(case, exc.code)
         if parent is not None and is_parents:  # its own refresh will tell what is wrong with it
             async with db.tenant(self._pool, parent.tenant_id) as conn:
                 await conn.execute("select reactor.request_token_refresh($1, $2)", parent.tenant_id, parent.integration)
@@ -421,6 +461,7 @@ class Refresher:
             with _strategys():
                 request = strategy.refresh(credential, case.which)
             await anyio.to_thread.run_sync(self._journal.reserve, attempt)
+            case.be_in_time()
             answer = await _send(request, case.which.timeout_s)
         except Misuse:  # the integration's table lacks what this strategy needs
             return Reading(Verdict.APP, "not_configured")
@@ -429,7 +470,7 @@ class Refresher:
         except Unavailable as exc:
             return Reading(Verdict.TRANSIENT, exc.code)
         except _NotSentError as exc:
-            return Reading(Verdict.TRANSIENT, str(exc))
+            return _unsent(exc)
         except _LostError as exc:
             return Reading(Verdict.AMBIGUOUS, str(exc))
         if answer.status // 100 == 2:  # noqa: PLR2004  # only then may it hold a token: written down before it is read
@@ -461,7 +502,7 @@ class Refresher:
 
         Raises:
             Unavailable: Postgres has been out of reach for too long.
-            asyncpg.PostgresError: The row cannot be written.
+            Permanent: The row cannot be written.
         """
         fresh = None
         if reading.fresh is not None:
@@ -470,7 +511,7 @@ class Refresher:
         give_up_at = anyio.current_time() + _SAVE_S
         while True:
             try:
-                async with db.tenant(self._pool, case.key.tenant_id) as conn:
+                async with self._row_of(case.key) as conn:
                     saved = await conn.fetchrow(
                         "select * from reactor.save_token($1, $2, $3, $4, $5, $6, $7)",
                         attempt,
@@ -518,7 +559,9 @@ class Refresher:
             reading = Reading(Verdict.APP, "not_configured")
         except Permanent as exc:
             reading = Reading(Verdict.UNKNOWN, exc.code)
-        except (_NotSentError, _LostError) as exc:
+        except _NotSentError as exc:
+            reading = _unsent(exc)
+        except _LostError as exc:
             reading = Reading(Verdict.TRANSIENT, str(exc))
         if reading.verdict is Verdict.KEY_DEAD and strategy.refresh is not None:  # no key, but somebody's consent
             reading = replace(reading, verdict=Verdict.RECONNECT)
@@ -526,7 +569,7 @@ class Refresher:
         return await self._settle(case, reading)
 
     async def _settle(self, case: _Case, reading: Reading, *, verdict: str | None = None) -> Care:
-        async with db.tenant(self._pool, case.key.tenant_id) as conn:
+        async with self._row_of(case.key) as conn:
             settled = await conn.fetchrow(
                 "select * from reactor.settle_probe($1, $2, $3, $4, $5, $6, $7)",
                 case.seen["token_id"],
@@ -592,8 +635,6 @@ class Refresher:
         key = TokenKey(entry["source"], entry["tenant_id"], entry["source_id"])
         try:
             saved = await self._save(_Case(key, entry, strategy, integration, now), attempt, _read(strategy, answer))
-        except asyncpg.PostgresError as exc:
-            return self._refuse(attempt, f"sqlstate_{exc.sqlstate}")
         except Permanent as exc:
             return self._refuse(attempt, exc.code)
         self._refused.pop(attempt, None)
@@ -645,7 +686,8 @@ class Refresher:
         """
         seen = case.seen
         access, refresh = (
-            seen[purpose] if seen[f"sealed_{purpose}"] is None else self._opened(case, purpose) for purpose in _PURPOSES
+            seen[purpose] if seen[f"sealed_{purpose}"] is None or seen[purpose] else self._opened(case, purpose)
+            for purpose in _PURPOSES  # plain is what a person wrote last
         )
         return Credential(
             case.key.tenant_id,
@@ -686,7 +728,7 @@ class Refresher:
             for purpose, value in values.items()
         ]
         plain = [case.seen[purpose] for purpose in _PURPOSES]
-        async with db.tenant(self._pool, case.key.tenant_id) as conn:
+        async with self._row_of(case.key) as conn:
             await conn.execute(
                 "select reactor.seal_token($1, $2, $3, $4, $5, $6)",
                 case.seen["token_id"],
@@ -745,12 +787,18 @@ def _strategys() -> Iterator[None]:
         raise Permanent("the strategy failed", code=f"strategy_{type(exc).__name__}") from None
 
 
+def _unsent(exc: _NotSentError) -> Reading:
+    code = str(exc)
+    return Reading(Verdict.UNKNOWN if code == "bad_request" else Verdict.TRANSIENT, code)  # that is the row's own fault
+
+
 def _ended(row: asyncpg.Record, reading: Reading) -> Care:
     outage = None
     if reading.verdict is Verdict.APP:
-        outage = Unavailable("the provider refuses our application", retry_after_s=_APP_REST_S, code=reading.code)
+        outage = Unavailable("the provider refuses our application", retry_after_s=_LONGEST_REST_S, code=reading.code)
     elif (reading.verdict is Verdict.TRANSIENT and reading.code not in _OF_ONE_TOKEN) or reading.code in _SILENT:
-        outage = Unavailable("the provider is away", retry_after_s=reading.retry_after_s, code=reading.code)
+        rest_s = None if reading.retry_after_s is None else min(reading.retry_after_s, _LONGEST_REST_S)
+        outage = Unavailable("the provider is away", retry_after_s=rest_s, code=reading.code)
     return Care(row["outcome"], row["state"], row["state_reason"], reading.code, row["next_at"], outage=outage)
 
 

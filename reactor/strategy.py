@@ -191,6 +191,8 @@ def load_integrations(path: Path | None, strategies: Mapping[str, Strategy]) -> 
     for name, integration in integrations.items():
         if integration.parent is not None and (integration.parent == name or integration.parent not in integrations):
             raise Misuse(f"REACTOR_INTEGRATIONS: [{name}] parent {integration.parent!r} is no other integration")
+        if integration.parent is not None and integrations[integration.parent].parent is not None:
+            raise Misuse(f"REACTOR_INTEGRATIONS: [{name}] parent {integration.parent!r} is itself derived from another")
     return integrations
 
 

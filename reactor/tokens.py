@@ -14,7 +14,7 @@ import asyncpg
 
 from reactor import db
 from reactor.embedded import address_of
-from reactor.errors import Misuse, NeedsReconnect, Unavailable
+from reactor.errors import Misuse, NeedsReconnect, Permanent, Unavailable
 from reactor.journal import Journal
 from reactor.loading import load_strategies
 from reactor.log import Log, get_log
@@ -157,7 +157,12 @@ class Tokens:
                 await anyio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # jitter
                 pause_s = min(pause_s * 2, _PAUSE_S[1])
             key = TokenKey(row["source"], tenant_id, row["source_id"])
-            care = await self.refresher.care(key, integration, wanted_s=min_ttl_s)
+            try:
+                care = await self.refresher.care(key, integration, wanted_s=min_ttl_s)
+            except Permanent as exc:
+                raise Unavailable(str(exc), code=exc.code) from None
+            if care.action == "gone":  # or its table is detached
+                self._sources = []
 
     def _after(self, care: Care, row: asyncpg.Record) -> FreshToken:
         """What a token that is not as fresh as wanted is good for, once all that could be done was done."""
@@ -165,6 +170,8 @@ class Tokens:
         which = "/".join(filter(None, (row["tenant_id"], row["integration"], row["account"])))
         if care.action in {"saved", "probed"} and lives and row["state"] in _USABLE:
             return self._opened(row)
+        if row["state_reason"] == "answer_lost" and lives and row["ends_at"] is not None and _has_access(row):
+            return self._opened(row)  # the refresh is lost; the access it was for still lives
         if row["state"] not in _USABLE:
             reason = row["state_reason"] or row["state"]
             raise NeedsReconnect(f"{which}: {row['state']} ({reason})", state=row["state"], reason=reason)
@@ -203,9 +210,9 @@ class Tokens:
                 found += await self._reads.fetch(source[how], tenant_id, integration, account, until=until)
             except asyncpg.DataError:  # no tenant of that table could be called so
                 continue
-            except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError):
+            except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as exc:  # renamed, or dropped
                 self._sources = []
-                raise
+                raise Unavailable("a table with tokens has changed", code=f"sqlstate_{exc.sqlstate}") from None
         return found
 
     def _opened(self, row: asyncpg.Record) -> FreshToken:

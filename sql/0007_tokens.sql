@@ -67,8 +67,8 @@ call reactor.put_index('reactor.tokens_by_integration', $$create index tokens_by
 call reactor.put_index('reactor.tokens_next', $$create index tokens_next on reactor.tokens (next_at) where next_at is not null$$);
 call reactor.put_index('reactor.tokens_alert', $$create index tokens_alert on reactor.tokens (alert_at) where alert_at is not null$$);
 call reactor.put_index('reactor.tokens_app_error', $$create index tokens_app_error on reactor.tokens (integration) where state = 'app_error'$$);
--- For `reactor tokens`: what needs a person, then what ends soonest.
 call reactor.put_index('reactor.tokens_unknown', $$create index tokens_unknown on reactor.tokens (integration) where trouble = 'unknown_integration'$$);
+-- For `reactor tokens`: what needs a person, then what ends soonest.
 call reactor.put_index('reactor.tokens_unwell', $$create index tokens_unwell on reactor.tokens (id) where state <> 'active' or trouble is not null$$);
 call reactor.put_index('reactor.tokens_late', $$create index tokens_late on reactor.tokens (late_at) where state = 'active'$$);
 call reactor.put_index('reactor.tokens_deadline', $$create index tokens_deadline on reactor.tokens (deadline_at) where state = 'active'$$);
@@ -80,7 +80,6 @@ create table if not exists reactor.token_attempts (
     token_id bigint not null,
     tenant_id text collate "C" not null,
     from_version bigint not null,
-    fingerprint bytea not null,
     host text not null,       -- whose journal may hold the answer
     process text not null,
     status text not null default 'live' check (status in ('live', 'saved', 'refused', 'failed', 'lost', 'superseded')),
@@ -158,8 +157,7 @@ create or replace function reactor.fingerprint_of(w reactor.token_row) returns b
 language sql immutable parallel safe
 set search_path = pg_catalog, pg_temp
 as $$
-    select sha256(convert_to(jsonb_build_array($1.integration, $1.account, $1.access_token, $1.refresh_token,
-        $1.sealed_access_token, $1.sealed_refresh_token)::text, 'UTF8'))
+    select sha256(convert_to(jsonb_build_array($1.access_token, $1.refresh_token, $1.sealed_access_token, $1.sealed_refresh_token)::text, 'UTF8'))
 $$;
 
 -- The current row of a token; nulls where there is none, no secret in it, or no name of an integration. p_locks: nobody may change it until we commit.
@@ -175,7 +173,7 @@ begin
     if not found then
         return null;
     end if;
-    execute format('select %s from %s as t where %s %s', s.reads, s.relation, s.is_row, case when p_locks then 'for update' else '' end)
+    execute format('select %s from %s as t where %s %s', s.reads, s.relation, s.is_row, case when p_locks then 'for no key update' else '' end)
         into w using p_tenant, p_source_id;
     if coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null
         or (w.integration <> '' and length(w.integration) <= 190) is not true
@@ -195,7 +193,7 @@ declare
     s reactor.token_sources;
 begin
     select * into strict s from reactor.token_sources where id = r.source;
-    perform set_config('reactor.writes_token', 'on', true);
+    perform set_config('reactor.writes_token', r.source::text, true);
     execute format('update %s as t set %s where %s', s.relation, case when p_whole then s.writes else s.marks end, s.is_row)
         using r.tenant_id, r.source_id, w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token,
             r.issued_at, r.expires_at, r.refresh_expires_at, w.scope, r.state, r.state_reason, r.version;
@@ -226,17 +224,28 @@ $$;
 -- When a token is to be looked at next, and what is to be said about it when. p_policy is its strategy's, in seconds:
 -- refreshes, rotates, works_expired, margin_s, minimum_age_s, life_s, probes, probe_every_s.
 -- Due at max(issued + minimum age, end - margin), up to a tenth of the margin later, so that not all come at once; the
--- margin is at most half a life.
+-- margin is at most half a life. Without a policy (an integration that this reactor does not know) the plan stays, and a look
+-- that is due comes again in an hour.
 create or replace function reactor.plan_token(r reactor.tokens, p_policy jsonb, p_now timestamptz) returns reactor.tokens
 language plpgsql immutable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_margin interval := make_interval(secs => coalesce((p_policy ->> 'margin_s')::float8, 3600));
+    v_margin interval := make_interval(secs => (p_policy ->> 'margin_s')::float8);
+    v_mature_at constant timestamptz := r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0));
     v_due timestamptz;
     v_probe timestamptz;
 begin
+    if p_policy is null then
+        r.next_at := greatest(r.next_at, p_now + case when r.next_at > p_now then interval '0' else interval '1 hour' end);
+        return r;
+    end if;
     r.ends_at := coalesce(r.expires_at, r.issued_at + make_interval(secs => (p_policy ->> 'life_s')::float8));
+    r.can_refresh := r.can_refresh and ((p_policy ->> 'works_expired')::boolean or v_mature_at < r.ends_at) is not false;
+    if r.can_refresh and r.state_reason = 'its time is up' then  -- said by who did not know how
+        r.state := 'active';
+        r.state_reason := null;
+    end if;
     r.late_at := null;
     if r.can_refresh then
         if r.ends_at is null then
@@ -246,18 +255,20 @@ begin
                 v_margin := least(v_margin, (r.ends_at - r.issued_at) / 2);
             end if;
             r.late_at := greatest(r.ends_at - v_margin / 2, r.version_at + interval '2 minutes');
-            v_due := greatest(r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)),
+            v_due := greatest(v_mature_at,
                 r.ends_at - v_margin * (0.9 + 0.1 * (1 - (hashint8(r.id * 31 + r.version) & 1023) / 1024.0)));
         end if;
     end if;
     if (p_policy ->> 'probes')::boolean and (not r.can_refresh or r.ends_at is null) then
-        v_probe := coalesce(r.probed_at + make_interval(secs => coalesce((p_policy ->> 'probe_every_s')::float8, 86400)), p_now);
+        v_probe := coalesce(r.probed_at + make_interval(secs => (p_policy ->> 'probe_every_s')::float8), p_now);
     end if;
-    r.deadline_at := case when r.can_refresh then r.refresh_expires_at else r.ends_at end;
+    -- The end of a refresh token that each refresh renews is nobody's to move.
+    r.deadline_at := case when not r.can_refresh then r.ends_at
+        when (p_policy ->> 'rotates')::boolean and v_due < r.refresh_expires_at then null else r.refresh_expires_at end;
     r := reactor.mark_time(r, p_now);
     r.next_at := case
         when r.requested_at is not null and r.state <> 'expired'
-            then greatest(p_now, r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)))
+            then greatest(p_now, v_mature_at)
         when r.retry_at is not null then r.retry_at
         when r.state = 'active' then coalesce(least(v_due, v_probe), p_now + interval '1 day')
         when r.state in ('key_dead', 'session_down') then v_probe
@@ -307,7 +318,13 @@ $$;
 create or replace function reactor.token_name(r reactor.tokens) returns text
 language sql immutable
 set search_path = pg_catalog, pg_temp
-as $$ select format('%s (token %s)', concat_ws('/', $1.tenant_id, $1.integration, nullif($1.account, '')), $1.id) $$;
+as $$ select concat_ws('/', $1.tenant_id, $1.integration, nullif($1.account, '')) $$;
+
+-- What a token's alerts stand under, whatever its row is renamed to.
+create or replace function reactor.token_subject(r reactor.tokens) returns text
+language sql immutable
+set search_path = pg_catalog, pg_temp
+as $$ select format('%s (token %s)', $1.tenant_id, $1.id) $$;
 
 -- The alerts that a token deserves: a function of its row and the time, so that none is forgotten and each ends by itself.
 -- A child says nothing of its parent's failure; what is the application's is said once, by sweep_tokens.
@@ -338,7 +355,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare
-    v_name constant text := reactor.token_name(r);
+    v_subject constant text := reactor.token_subject(r);
     v_causes constant text[] := '{token_needs_reconnect, token_permission, token_suspended, token_key_dead, token_session_down, token_expired,
         token_expiring, token_late, token_unknown_answer, token_attempt_elsewhere, token_key_missing, token_unknown_integration, token_not_saved}';
     v_wanted text[] := '{}';
@@ -346,16 +363,16 @@ declare
 begin
     for a in select * from reactor.wanted_token_alerts(r, p_now) w order by w.cause loop
         v_wanted := v_wanted || a.cause;
-        if reactor.open_alert(a.cause, v_name, a.advice || jsonb_strip_nulls(jsonb_build_object('tenant_id', r.tenant_id,
+        if reactor.open_alert(a.cause, v_subject, a.advice || jsonb_strip_nulls(jsonb_build_object('tenant_id', r.tenant_id,
             'integration', r.integration, 'account', r.account, 'state', r.state, 'reason', coalesce(r.state_reason, r.last_error),
             'ends_at', r.ends_at, 'deadline_at', r.deadline_at, 'threshold', a.threshold)), r.tenant_id)
         then
-            return query values ('alert_opened', a.cause, v_name);
+            return query values ('alert_opened', a.cause, v_subject);
         end if;
     end loop;
     return query
     update reactor.alerts o set resolved_at = now()
-    where o.resolved_at is null and o.cause = any (v_causes) and o.cause <> all (v_wanted) and o.subject = v_name
+    where o.resolved_at is null and o.cause = any (v_causes) and o.cause <> all (v_wanted) and o.subject = v_subject
     returning 'alert_resolved', o.cause, o.subject;
 end
 $$;
@@ -378,8 +395,8 @@ begin
         values ('refresh_token', r.tenant_id, 'tokens:' || r.integration, v_key,
             jsonb_build_object('source', r.source, 'id', r.source_id), p_at, p_now);
     elsif p_at is not null then
-        update reactor.jobs set run_after = p_at, updated_at = p_now, lane = 'tokens:' || r.integration, status = 'pending', attempts = 0,
-            is_suspect = false, snoozed_since = null
+        update reactor.jobs set run_after = p_at, updated_at = p_now, lane = 'tokens:' || r.integration, status = 'pending', snoozed_since = null,
+            attempts = case when is_suspect then attempts else 0 end
         where id = v_ids[1];
     end if;
     update reactor.jobs set status = 'done', result = jsonb_build_object('merged_into', v_ids[1]), updated_at = p_now, is_suspect = false
@@ -388,8 +405,29 @@ begin
 end
 $$;
 
--- Plans a token, keeps it, says and schedules what follows. p_before: its row, whose mapped state follows ours. Returns it
--- as it is now; what is news is in p_news. p_next: the next look, whatever the plan says.
+-- Has the tokens that are derived from a new one (p_policy: children, their integrations) looked at again, where they stand still.
+create or replace function reactor.wake_children(r reactor.tokens, p_policy jsonb, p_now timestamptz) returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    c reactor.tokens;
+begin
+    if jsonb_array_length(p_policy -> 'children') > 0 and r.version > (select version from reactor.tokens where id = r.id) then
+        for c in
+            select * from reactor.tokens
+            where tenant_id = r.tenant_id and integration in (select jsonb_array_elements_text(p_policy -> 'children')) and state <> 'active'
+            order by id for update
+        loop
+            update reactor.tokens set requested_at = p_now where id = c.id;
+            perform reactor.schedule_token(c, p_now, p_now);
+        end loop;
+    end if;
+end
+$$;
+
+-- Plans a token, keeps it, says and schedules what follows. p_row: its row, whose mapped state follows ours. Returns it
+-- as it is now; what is news is in p_news. p_writes: its secrets, too. p_next: the next look, whatever the plan says.
 create or replace function reactor.keep_token(
     inout r reactor.tokens, p_row reactor.token_row, p_writes boolean, p_policy jsonb, p_now timestamptz,
     p_next timestamptz default null, out p_news jsonb
@@ -405,8 +443,18 @@ begin
     if p_writes or v_columns ? 'state' and p_row.state is distinct from r.state
         or v_columns ? 'version' and p_row.version is distinct from r.version
     then
-        perform reactor.write_token_row(r, p_row, p_writes);
+        begin
+            perform reactor.write_token_row(r, p_row, p_writes);
+            r.trouble := nullif(r.trouble, 'not_saved');
+        exception when others then
+            if p_writes or sqlstate ~ '^(40|53|55|57)' then
+                raise;
+            end if;
+            r.trouble := 'not_saved';  -- the table refuses even a word on its state: care goes on without
+            r.last_error := 'sqlstate_' || sqlstate;
+        end;
     end if;
+    perform reactor.wake_children(r, p_policy, p_now);
     update reactor.tokens set (integration, account, version, version_at, fingerprint, state, state_reason, issued_at, expires_at, refresh_expires_at,
             can_refresh, lost_answers, failures, trouble, retry_at, requested_at, probed_at, last_success_at, last_error, last_error_at,
             ends_at, late_at, deadline_at, alert_at, next_at, updated_at)
@@ -448,7 +496,7 @@ begin
             r.state_reason := p_code;
             if p_verdict <> 'permission' then
                 r.retry_at := p_now + case p_verdict when 'session_down' then interval '1 hour'
-                    else make_interval(secs => coalesce((p_policy ->> 'probe_every_s')::float8, 86400)) end;
+                    else make_interval(secs => (p_policy ->> 'probe_every_s')::float8) end;
             end if;
         when 'suspended' then
             r.state := p_verdict;
@@ -479,6 +527,9 @@ begin
             r.trouble := case when r.failures < 5 then r.trouble else 'unknown_answer' end;
         else
             r.retry_at := p_now + v_retry;
+            if not r.can_refresh and r.failures >= 5 then  -- whether it works, nobody knows
+                r.trouble := 'unknown_answer';
+            end if;
     end case;
     return r;
 end
@@ -495,8 +546,6 @@ begin
         r.version := greatest(r.version, coalesce(w.version, 1) - 1) + 1;
         r.fingerprint := reactor.fingerprint_of(w);
         r.version_at := p_now;
-        r.integration := w.integration;
-        r.account := w.account;
         r.issued_at := w.issued_at;
         r.expires_at := w.expires_at;
         r.refresh_expires_at := w.refresh_expires_at;
@@ -506,18 +555,20 @@ begin
         r.state := 'active'; r.state_reason := null; r.failures := 0; r.trouble := null; r.retry_at := null; r.probed_at := null;
         r.requested_at := p_now;
     end if;
+    r.integration := w.integration;
+    r.account := w.account;
     r.issued_at := case when p_columns ? 'issued_at' then w.issued_at else r.issued_at end;
     r.expires_at := case when p_columns ? 'expires_at' then w.expires_at else r.expires_at end;
     r.refresh_expires_at := case when p_columns ? 'refresh_expires_at' then w.refresh_expires_at else r.refresh_expires_at end;
+    if p_policy is null then  -- somebody else may know better
+        r.trouble := 'unknown_integration';
+        return r;
+    end if;
+    r.trouble := nullif(r.trouble, 'unknown_integration');
     r.can_refresh := coalesce((p_policy ->> 'refreshes')::boolean, false) and case p_policy ->> 'renews_with'
         when 'refresh_token' then coalesce(w.refresh_token, w.sealed_refresh_token) is not null
         when 'access_token' then coalesce(w.access_token, w.sealed_access_token) is not null
         else true end;
-    if p_policy is null then
-        r.trouble := 'unknown_integration';
-    elsif r.trouble = 'unknown_integration' then
-        r.trouble := null;
-    end if;
     return r;
 end
 $$;
@@ -542,6 +593,7 @@ create or replace function reactor.look_at_token(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
 as $$
 #variable_conflict use_column
 declare
@@ -561,7 +613,9 @@ begin
         values (p_source, p_source_id, p_tenant, '', '', 0, '') on conflict do nothing;
         select * into r from reactor.tokens t where t.tenant_id = p_tenant and t.source = p_source and t.source_id = p_source_id for update;
     end if;
-    w := reactor.read_token_row(p_source, p_tenant, p_source_id, true);
+    if r.id is not null then
+        w := reactor.read_token_row(p_source, p_tenant, p_source_id, true);
+    end if;
     seen_at := v_now;
     token_id := r.id;
     if w.source_id is null then
@@ -595,9 +649,13 @@ begin
             h.deadline := h.deadline + least(interval '15 minutes', greatest(coalesce(r.ends_at - h.deadline, interval '30 minutes'), '0') / 2);
             r.trouble := 'attempt_elsewhere';
         end if;
-        v_next := greatest(h.deadline, v_now + interval '1 second');
+        v_next := greatest(h.deadline, v_now + case when p_policy is null then interval '1 hour' else interval '1 second' end);
+    elsif p_policy is null then
+        v_action := 'wait';
     elsif r.can_refresh and r.state <> 'expired' and (r.next_at <= v_now
-        or p_wanted is not null and r.state = 'active' and coalesce(r.ends_at <= v_now + p_wanted, false)
+        or p_wanted is not null and r.state = 'active' and coalesce(r.ends_at <= v_now
+                -- Half a life at most: who wants more would have it refreshed at every call.
+                + least(p_wanted, greatest((r.ends_at - coalesce(r.issued_at, r.version_at)) / 2, interval '0')), false)
             and coalesce(r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)) <= v_now, true)
             and (r.retry_at <= v_now or r.last_error_at <= v_now - interval '10 seconds' and r.last_error <> 'http_429') is not false)
     then
@@ -610,8 +668,8 @@ begin
     if v_action = 'refresh' then
         r.trouble := nullif(r.trouble, 'attempt_elsewhere');
         r.requested_at := null;
-        insert into reactor.token_attempts (token_id, tenant_id, from_version, fingerprint, host, process, replays, started_at, deadline)
-        values (r.id, r.tenant_id, r.version, r.fingerprint, p_host, p_process, r.lost_answers, v_now, v_now + p_timeout)
+        insert into reactor.token_attempts (token_id, tenant_id, from_version, host, process, replays, started_at, deadline)
+        values (r.id, r.tenant_id, r.version, p_host, p_process, r.lost_answers, v_now, v_now + p_timeout)
         returning * into h;
         v_next := h.deadline + interval '1 second';  -- should this process not come back to it
     elsif v_action in ('probe', 'due', 'seal') then
@@ -636,6 +694,7 @@ create or replace function reactor.seal_token(
 ) returns boolean
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
 as $$
 declare
     r reactor.tokens;
@@ -671,6 +730,7 @@ create or replace function reactor.save_token(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
 as $$
 #variable_conflict use_column
 declare
@@ -691,9 +751,10 @@ begin
         return;
     end if;
     w := reactor.read_token_row(r.source, r.tenant_id, r.source_id, true);
-    -- An answer to an earlier attempt may have come home meanwhile: what the provider issued last is what works.
-    if w.source_id is not null and (r.version = a.from_version and reactor.fingerprint_of(w) = a.fingerprint
-        or p_verdict = 'success' and r.version = a.from_version + 1 and reactor.fingerprint_of(w) = r.fingerprint and exists (
+    -- The row is as it was claimed: sealing it moved no version. Or an answer to an earlier attempt has come home meanwhile: what
+    -- the provider issued last is what works.
+    if reactor.fingerprint_of(w) = r.fingerprint and (r.version = a.from_version
+        or p_verdict = 'success' and r.version = a.from_version + 1 and exists (
             select from reactor.token_attempts o where o.token_id = r.id and o.from_version = a.from_version and o.status = 'saved'
                 and o.started_at < a.started_at))
     then
@@ -723,11 +784,6 @@ begin
         r.version := r.version + 1;
         r.version_at := v_now;
         r.fingerprint := reactor.fingerprint_of(w);
-        if r.state_reason is distinct from 'parent' and r.state <> 'active' then  -- children that stopped with it
-            update reactor.tokens c set requested_at = v_now where c.tenant_id = r.tenant_id and c.state_reason = 'parent';
-            perform reactor.schedule_token(c, v_now, v_now) from reactor.tokens c
-            where c.tenant_id = r.tenant_id and c.state_reason = 'parent';
-        end if;
         r.state := 'active'; r.state_reason := null; r.lost_answers := 0; r.failures := 0; r.trouble := null; r.retry_at := null;
         r.requested_at := null; r.probed_at := v_now; r.last_success_at := v_now;
         select * into v_kept from reactor.keep_token(r, w, true, p_policy, v_now);
@@ -744,12 +800,13 @@ begin
 end
 $$;
 
--- What a probe, or a failure without an attempt (parent, app, key_missing), says of a token; nothing when its version moved on.
+-- What a probe, or a failure without an attempt (parent, key_missing, not_saved), says of a token; nothing when its version moved on.
 create or replace function reactor.settle_probe(
     p_token bigint, p_version bigint, p_verdict text, p_code text, p_retry_s float8, p_policy jsonb, p_now timestamptz default null
 ) returns table (outcome text, token_id bigint, version bigint, state text, state_reason text, ends_at timestamptz, next_at timestamptz, news jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
 as $$
 #variable_conflict use_column
 declare
@@ -793,16 +850,16 @@ begin
 end
 $$;
 
--- Whether a token has a job. One look an index: they are partial, and no one of them has every status.
-create or replace function reactor.has_token_job(p_tenant text, p_key text, p_or_dead boolean) returns boolean
+-- Whether a token has a job; one that died since p_dead_since has its alert. One look an index: they are partial, and no one of them has every status.
+create or replace function reactor.has_token_job(p_tenant text, p_key text, p_dead_since timestamptz) returns boolean
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     return exists (select from reactor.jobs where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status in ('pending', 'failed'))
         or exists (select from reactor.jobs where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status = 'running')
-        or p_or_dead and exists (select from reactor.jobs
-            where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status = 'dead');
+        or exists (select from reactor.jobs
+            where tenant_id = p_tenant and type = 'refresh_token' and dedupe_key = p_key and status = 'dead' and updated_at > p_dead_since);
 end
 $$;
 
@@ -835,7 +892,7 @@ begin
         select * from reactor.tokens t where t.id in (
             select o.id from (
                 select * from reactor.tokens d where d.next_at < v_now - interval '5 minutes' order by d.next_at limit 5000) o
-            where not reactor.has_token_job(o.tenant_id, format('token:%s:%s', o.source, o.source_id), false)
+            where not reactor.has_token_job(o.tenant_id, format('token:%s:%s', o.source, o.source_id), v_now - interval '1 hour')
             union all
             (select u.id from reactor.tokens u
             where u.trouble = 'unknown_integration' and u.integration = any (p_integrations) limit 1000))
@@ -860,7 +917,7 @@ begin
 end
 $$;
 
--- The scheduled look at everything: rows that bypassed the triggers, tokens whose row is gone, tokens that nothing would
+-- The scheduled look at everything: rows whose change bypassed the triggers, tokens whose row is gone, tokens that nothing would
 -- come back to, and what p_key_id (null: no key) did not seal; each gets a job. Old attempts go. Returns how many jobs.
 create or replace function reactor.reconcile_tokens(p_key_id text, p_retention interval default '7 d') returns bigint
 language plpgsql
@@ -885,9 +942,10 @@ begin
             where coalesce(w.tenant_id, r.tenant_id) <> '''' and coalesce(w.integration, r.integration) <> ''''
                 and length(coalesce(w.tenant_id, r.tenant_id)) <= 200 and length(coalesce(w.integration, r.integration)) <= 193
                 and case when coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null then r.id is not null
-                else r.id is null or r.version = 0 or $1 is not null and (%4$s or concat_ws('' '', w.sealed_access_token, w.sealed_refresh_token) <> ''''
+                else r.id is null and not reactor.has_token_job(w.tenant_id, ''token:%1$s:'' || w.source_id, ''-infinity'')
+                or r.fingerprint <> reactor.fingerprint_of(row(w.*)::reactor.token_row) or $1 is not null and (%4$s or concat_ws('' '', w.sealed_access_token, w.sealed_refresh_token) <> ''''
                     and split_part(coalesce(w.sealed_access_token, w.sealed_refresh_token), ''.'', 2) <> $1)
-                or r.next_at is not null and not reactor.has_token_job(r.tenant_id, ''token:%1$s:'' || r.source_id, true) end',
+                or r.next_at is not null and not reactor.has_token_job(r.tenant_id, ''token:%1$s:'' || r.source_id, ''-infinity'') end',
             s.id, s.reads, s.relation,
             case when s.columns ? 'sealed_access_token' then 'coalesce(w.access_token, w.refresh_token) is not null' else 'false' end)
         using p_key_id;
@@ -912,6 +970,12 @@ begin
     return v_jobs + v_rows;
 end
 $$;
+
+-- Owes a look at all tokens, now: not by who attaches a table, whose lock its producers would wait for.
+create or replace function reactor.owe_token_look() returns bigint
+language sql
+set search_path = pg_catalog, pg_temp
+as $$ select reactor.enqueue_job('reconcile_tokens', '{}', '', 'all', null, 'upkeep', 5) $$;
 
 -- Which attempts of a host are under way, for the one of its processes that finds their own dead.
 create or replace function reactor.live_attempts(p_host text) returns table (attempt uuid, process text, source int, tenant_id text, source_id text, integration text)
@@ -1025,8 +1089,8 @@ begin
             when not s.columns ? n.name then format(', null::%s as %I', n.type, n.name)
             when n.type = 'timestamptz' then format(', case when t.%1$I >= ''0001-01-02'' and t.%1$I < ''9999-12-31'' then t.%1$I::timestamptz end as %2$I',
                 s.columns ->> n.name, n.name)
-            when n.type = 'jsonb' then format(', case jsonb_typeof(%1$s) when ''object'' then %1$s else ''{}''::jsonb end as %2$I',
-                replace(reactor.json_of(s.relation, s.columns ->> n.name), 's.', 't.'), n.name)
+            when n.type = 'jsonb' then format(', case jsonb_typeof(to_jsonb(t.%1$I)) when ''object'' then to_jsonb(t.%1$I) else ''{}'' end as %2$I',
+                s.columns ->> n.name, n.name)
             when n.type = 'bigint' then format(', t.%I::bigint as %I', s.columns ->> n.name, n.name)
             else format(', nullif(t.%I::text, '''') as %I', s.columns ->> n.name, n.name) end, '' order by n.place)
         from (values (1, 'access_token', 'text'), (2, 'refresh_token', 'text'), (3, 'sealed_access_token', 'text'), (4, 'sealed_refresh_token', 'text'),
@@ -1054,8 +1118,8 @@ begin
 
     select string_agg(format('t.%I', c), ', ') into v_seen
     from (select distinct value as c from jsonb_each_text(s.columns) where key not in ('state_reason', 'version')) mapped;
-    v_change := format('select %s::text as tenant, %s::text as id, %s as integration, %s is not null as is_one, row(%s)::text as seen, %%L::boolean as is_new from %%I as t',
-        v_tenant, v_id, v_integration, v_secrets, v_seen);
+    v_change := replace(format('select %s::text as tenant, %s::text as id, %s as integration, %s is not null as is_one, row(%s)::text as seen, ',
+        v_tenant, v_id, v_integration, v_secrets, v_seen), '%', '%%') || '%L::boolean as is_new from %I as t';
     v_jobs := format('insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
         select distinct on (c.tenant, c.id) ''refresh_token'', c.tenant, ''tokens:'' || c.integration, ''token:%1$s:'' || c.id,
             jsonb_build_object(''source'', %1$s, ''id'', c.id)
@@ -1070,7 +1134,7 @@ begin
 declare
     v_jobs bigint;
 begin
-    if current_setting(''reactor.writes_token'', true) = ''on'' then  -- we wrote it, and have seen to what follows
+    if current_setting(''reactor.writes_token'', true) = ''' || s.id || ''' then  -- we wrote it, and have seen to what follows
         return null;
     end if;
     if tg_op = ''INSERT'' then
@@ -1153,6 +1217,12 @@ begin
     if (p_integration is null) = not v_columns ? 'integration' then
         raise exception 'integration => ... names the integration of every row, or integration_column => ... the column with it' using errcode = '22023';
     end if;
+    if (select relforcerowsecurity from pg_class where oid = p_relation)
+        and not (select rolsuper or rolbypassrls from pg_roles where rolname = current_user)
+    then
+        raise exception '% forces row level security on its owner, who would not see its tokens', p_relation
+            using errcode = '42501', hint = format('alter table %s no force row level security', p_relation);
+    end if;
     if p_integration = '' or length(p_integration) > 190 then
         raise exception 'an integration''s name has 1 to 190 characters' using errcode = '22023';
     end if;
@@ -1206,7 +1276,7 @@ begin
     on conflict (relation, integration) do update
     set tenant_column = excluded.tenant_column, id_column = excluded.id_column, columns = excluded.columns
     returning id into v_source;
-    perform reactor.compile_token_source(v_source), reactor.reconcile_tokens(null);
+    perform reactor.compile_token_source(v_source), reactor.owe_token_look();
     return v_source;
 end
 $$;
@@ -1265,7 +1335,7 @@ begin
             perform reactor.grant_tokens(p_relation);
         end if;
     end if;
-    perform reactor.reconcile_tokens(null);
+    perform reactor.owe_token_look();
     return v_found;
 end
 $$;

@@ -53,7 +53,7 @@ begin
                 reactor.is_readable, reactor.replace_memories, reactor.remove_truncated, reactor.move_version, reactor.model_of,
                 reactor.question, reactor.hidden_memories, reactor.find_memories, reactor.recent_memories, reactor.recall,
                 reactor.search, reactor.search_by_embedding, reactor.recent, reactor.ring, reactor.backoff, reactor.tokens_counted,
-                reactor.fingerprint_of, reactor.read_token_row, reactor.write_token_row, reactor.mark_time, reactor.plan_token, reactor.notice_row,
+                reactor.fingerprint_of, reactor.read_token_row, reactor.write_token_row, reactor.mark_time, reactor.plan_token, reactor.notice_row, reactor.wake_children, reactor.token_subject,
                 reactor.advise, reactor.token_name, reactor.wanted_token_alerts, reactor.renew_token_alerts, reactor.schedule_token,
                 reactor.keep_token, reactor.judge_token, reactor.look_at_token, reactor.seal_token, reactor.save_token,
                 reactor.settle_probe, reactor.request_token_refresh, reactor.request_refresh to %1$I;

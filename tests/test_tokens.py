@@ -630,7 +630,7 @@ class TestSweeping:
             select t.tenant_id, t.state from reactor.tokens t
             where not exists (select from reactor.jobs j where j.dedupe_key = format('token:%s:%s', t.source, t.source_id) and j.status in ('pending', 'failed'))
                 and not exists (select from reactor.token_attempts a where a.token_id = t.id and a.status = 'live')
-                and not exists (select from reactor.alerts a where a.resolved_at is null and a.subject in (reactor.token_name(t), t.integration))""")
+                and not exists (select from reactor.alerts a where a.resolved_at is null and a.subject in (reactor.token_subject(t), t.integration))""")
             == []
         )
 
@@ -639,8 +639,8 @@ class TestSweeping:
         await tokens.refresher.care(key, "x")
         await tended.conn.execute("update reactor.token_attempts set ended_at = now() - interval '8 days'")
         await tended.conn.execute("""
-            insert into reactor.token_attempts (token_id, tenant_id, from_version, fingerprint, host, process, replays, started_at, deadline)
-            values (1, 'acme', 1, '', 'h', 'p', 0, now() - interval '9 days', now() - interval '9 days')""")
+            insert into reactor.token_attempts (token_id, tenant_id, from_version, host, process, replays, started_at, deadline)
+            values (1, 'acme', 1, 'h', 'p', 0, now() - interval '9 days', now() - interval '9 days')""")
 
         await tokens.refresher.reconcile(7 * DAY)
 
@@ -739,10 +739,14 @@ class TestAttaching:
         assert row["anotações"] == "minhas"
         assert await tokens.ensure_fresh(TENANT, "instagram") == row["Token do Instagram"]
 
-    async def test_rows_that_were_there_before_get_a_job_each(self, config):
+    async def test_rows_that_were_there_before_get_a_job_each(self, config, tokens):
         _, id_ = await self.insert(config)
 
         await config.conn.execute(ATTACH)
+        look = await config.conn.fetchval("select type from reactor.jobs where lane = 'upkeep' and run_after <= now()")
+        await tokens.refresher.reconcile(7 * DAY)  # as that job does
+
+        assert look == "reconcile_tokens"
 
         assert [job[:3] for job in await config.owed()] == [(TENANT, id_, "tokens:instagram")]
 
@@ -799,6 +803,7 @@ class TestAttaching:
         alerts = set(await config.alerts())
 
         detached = await config.conn.fetchval("select reactor.detach_tokens('\"Configuração do Cliente\"')")
+        await tokens.refresher.reconcile(7 * DAY)
         jobs = await config.owed()
         await tokens.refresher.care(TokenKey(source, TENANT, id_), "instagram")
 
@@ -970,8 +975,8 @@ class TestTenants:
     @pytest.mark.parametrize("table", ["tokens", "clients", "reactor.tokens", "reactor.token_attempts", "reactor.jobs"])
     async def test_a_worker_scoped_to_one_tenant_neither_reads_nor_writes_anothers(self, two, table, pool):
         await two.conn.execute("""
-            insert into reactor.token_attempts (token_id, tenant_id, from_version, fingerprint, host, process, replays, started_at, deadline)
-            select id, tenant_id, 1, '', 'h', 'p', 0, now(), now() from reactor.tokens""")
+            insert into reactor.token_attempts (token_id, tenant_id, from_version, host, process, replays, started_at, deadline)
+            select id, tenant_id, 1, 'h', 'p', 0, now(), now() from reactor.tokens""")
         column = {
             "tokens": "access_token",
             "clients": "secret",
