@@ -107,7 +107,7 @@ class _Case:
     strategy: Strategy | None
     integration: Integration | None
     now: datetime | None
-    began: float = field(default_factory=time.time)  # by this machine's clock, which a sleep does not stop
+    began: float = field(default_factory=lambda: time.time())  # noqa: PLW0108  # by this machine's clock, which a sleep does not stop
 
     @property
     def how(self) -> Strategy:

@@ -655,7 +655,7 @@ begin
     elsif r.can_refresh and r.state <> 'expired' and (r.next_at <= v_now
         or p_wanted is not null and r.state = 'active' and coalesce(r.ends_at <= v_now
                 -- Half a life at most: who wants more would have it refreshed at every call.
-                + least(p_wanted, greatest((r.ends_at - coalesce(r.issued_at, r.version_at)) / 2, interval '0')), false)
+                + least(p_wanted, case when r.issued_at < r.ends_at then (r.ends_at - r.issued_at) / 2 end), false)
             and coalesce(r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0)) <= v_now, true)
             and (r.retry_at <= v_now or r.last_error_at <= v_now - interval '10 seconds' and r.last_error <> 'http_429') is not false)
     then

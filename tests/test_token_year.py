@@ -73,7 +73,7 @@ create index on reactor.jobs (run_after) where type = 'refresh_token' and status
 UNSEEN = """
 select w.integration, w.id, w.expires_at, r.state from tokens w left join reactor.tokens r on r.source_id = w.id::text and r.tenant_id = w.tenant_id
 where w.expires_at <= $1 and not exists (select from reactor.alerts a
-    where a.resolved_at is null and a.tenant_id = w.tenant_id and a.subject = reactor.token_name(r))
+    where a.resolved_at is null and a.tenant_id = w.tenant_id and a.subject = reactor.token_subject(r))
 """
 DUE = """
 select distinct (payload ->> 'source')::int as source, tenant_id, payload ->> 'id' as id, lane from reactor.jobs
@@ -205,7 +205,7 @@ class Year:
     async def renew(self) -> None:
         """Half of the people who hear that a day is left connect their account again."""
         told = await self.conn.fetch("""
-            select r.source_id, r.version from told t join reactor.tokens r on t.subject = reactor.token_name(r)
+            select r.source_id, r.version from told t join reactor.tokens r on t.subject = reactor.token_subject(r)
             where t.at = (select now from clock) and t.cause = 'token_expiring' and t.threshold = '1'""")
         for row in told:
             kept = self.kept[row["source_id"]]
@@ -227,7 +227,7 @@ class Year:
         if told:
             await self.look_after()
             open_ = await self.conn.fetch("""
-                select r.source_id from reactor.alerts a join reactor.tokens r on a.subject = reactor.token_name(r) where a.resolved_at is null""")
+                select r.source_id from reactor.alerts a join reactor.tokens r on a.subject = reactor.token_subject(r) where a.resolved_at is null""")
             cured = {row["source_id"] for row in told if self.kept[row["source_id"]].is_renewed}
             assert cured.isdisjoint(row[0] for row in open_)
 
@@ -279,7 +279,7 @@ class Calm(Year):
     async def alerts_of(self, kind: str) -> dict[str, list[tuple[str, str | None]]]:
         """By token, what was said of it, in order."""
         rows = await self.conn.fetch("""
-            select r.source_id, t.cause, t.threshold from told t join reactor.tokens r on t.subject = reactor.token_name(r)
+            select r.source_id, t.cause, t.threshold from told t join reactor.tokens r on t.subject = reactor.token_subject(r)
             order by t.at, t.ctid""")
         said: dict[str, list[tuple[str, str | None]]] = {
             kept.key.source_id: [] for kept in self.kept.values() if kept.kind == kind
