@@ -50,7 +50,6 @@ _OUT_OF_REACH = (
 )
 
 _TIMEOUT_S = 10.0
-_STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: who stops must not wait for it
 _CANCEL_S = 1.0  # nor for its answer to a cancel
 _WHY = {
     "gaierror": "its host name does not resolve; a password with @, # or / in DATABASE_URL must be percent-encoded",
@@ -160,14 +159,22 @@ def create_pool(
     size: int,
     statement_cache_size: int = 100,
     resets: bool = True,
+    lock_timeout_s: float | None = None,
 ) -> Pool:
     """A pool that connects when first used: `async with` or `await` it, and nothing is reached yet.
 
     `statement_cache_size=0` lets any pooler stand between, and costs a round trip a statement; the session may be
     somebody else's next, so its isolation level stays as it is. `resets=False` saves the one that cleans a connection
-    after use, for users that leave nothing behind.
+    after use, for users that leave nothing behind. `lock_timeout_s` is for sessions of one's own, which keep their
+    settings.
     """
     is_ours = statement_cache_size > 0
+
+    async def init(conn: OwnConnection) -> None:
+        await (_prepare_session if is_ours else prepare_connection)(conn)
+        if lock_timeout_s is not None:
+            await conn.execute(f"set lock_timeout = '{lock_timeout_s * 1000:.0f}ms'")
+
     return asyncpg.create_pool(
         dsn,
         connect=_connect,
@@ -175,7 +182,7 @@ def create_pool(
         max_size=size,
         timeout=_TIMEOUT_S,
         connection_class=_ReadCommitted if is_ours else OwnConnection,
-        init=_prepare_session if is_ours else prepare_connection,
+        init=init,
         reset=None if resets else _keep_as_is,
         server_settings={"application_name": application},
         statement_cache_size=statement_cache_size,
@@ -223,7 +230,7 @@ class Line:
     `statement_s`: how long one may take; None: whoever asks sees to it.
     """
 
-    def __init__(self, pool: Pool, *, statement_s: float | None = _STATEMENT_S) -> None:
+    def __init__(self, pool: Pool, *, statement_s: float | None) -> None:
         self._pool = pool
         self._conn: Any = None  # of the pool
         self._statement_s = statement_s

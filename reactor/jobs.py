@@ -14,6 +14,8 @@ from reactor.errors import StaleClaim
 from reactor.job import Dead, Done, Failed, GivenBack, Job, Outcome, Settled, Snooze
 from reactor.text import clean, clean_json
 
+_STATEMENT_S = 10.0  # a server that was frozen or unplugged says nothing: who stops must not wait for it
+
 Lanes = Mapping[str, Mapping[str, Mapping[str, int | str]]]
 """By type and lane: `room`, the jobs that fit there, and `after`, the tenant served last."""
 
@@ -73,7 +75,7 @@ class Jobs:
         snooze_limit: timedelta = timedelta(days=7),
     ) -> None:
         self._pool = pool
-        self._claims, self._endings = Line(pool), Line(pool)
+        self._claims, self._endings = (Line(pool, statement_s=_STATEMENT_S) for _ in range(2))
         self.worker = worker
         self.lease = lease
         self.instance = instance
@@ -94,7 +96,7 @@ class Jobs:
 
     async def _fetch(self, query: str, *args: Any, line: Line | None = None) -> list[Any]:
         with reaching():
-            return await (line or Line(self._pool)).fetch(query, *args)
+            return await (line or Line(self._pool, statement_s=_STATEMENT_S)).fetch(query, *args)
 
     async def claim(
         self,

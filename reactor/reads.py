@@ -14,6 +14,7 @@ from reactor.listener import hears
 
 APPLICATION = "memory-reactor tokens"
 _POOL_SIZE = 5
+_LOCK_TIMEOUT_S = 0.5
 
 
 class Reads:
@@ -28,7 +29,7 @@ class Reads:
     def __init__(self, pool: db.Pool, dsn: str | None = None) -> None:
         self._pool = pool
         self._dsn = dsn
-        self._line = db.Line(pool)
+        self._line = db.Line(pool, statement_s=None)
         self._watch = _Watch(self._line)
         self._is_busy = False
         self._looking = anyio.Lock()
@@ -66,7 +67,10 @@ class Reads:
 
     async def _look(self, dsn: str) -> None:
         if await _is_session(dsn):
-            pool = db.create_pool(dsn, application=APPLICATION, size=_POOL_SIZE, resets=False)
+            # One table that somebody has locked must not keep back the tokens of the others.
+            pool = db.create_pool(
+                dsn, application=APPLICATION, size=_POOL_SIZE, resets=False, lock_timeout_s=_LOCK_TIMEOUT_S
+            )
             self._pool = await self._closes.enter_async_context(pool)
             self._line = db.Line(self._pool, statement_s=None)
             self._line.is_kept = True

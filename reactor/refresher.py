@@ -35,6 +35,8 @@ _CONNECT_S = 5.0
 _MOST_BODY = 256 * 1024
 _SAVE_S = 600.0  # how long an answer is held up for a database that is away; then the journal keeps it
 _CLOSE_S = 20.0
+_WORK_S = 300.0  # of a look at all tokens; a connection that is half open says nothing
+_AT_ONCE = 4  # connections: rows that somebody holds must not take them all from the other handlers
 _LONGEST_REST_S = 60.0  # of a lane, for what one token was told: the token itself waits as long as it was
 _OF_ONE_TOKEN = {"meta_17", "meta_32", "meta_613"}  # limits of one account: the others are well
 _PURPOSES: tuple[Purpose, Purpose] = ("access_token", "refresh_token")
@@ -192,6 +194,7 @@ class Refresher:
         self._integrations = integrations
         self._keys = keys
         self._journal = journal
+        self._at_once = anyio.CapacityLimiter(_AT_ONCE)
         self._opening = anyio.Lock()
         self._reopen = reopen  # a journal that could not be opened: no provider is called without
         self._parents = parents
@@ -258,7 +261,7 @@ class Refresher:
         for attempt in await anyio.to_thread.run_sync(self._journal.entries):
             if attempt not in self._calling:
                 done += await self._replay(attempt, now, spares_living=True)
-        for row in await db.fetch(self._pool, "select * from reactor.live_attempts($1)", self.host):
+        for row in await self._ask("select * from reactor.live_attempts($1)", self.host):
             is_kept = str(row["attempt"]) in self._refused
             if is_kept or not await anyio.to_thread.run_sync(self._journal.is_alive, row["process"]):
                 key = TokenKey(row["source"], row["tenant_id"], row["source_id"])
@@ -280,7 +283,7 @@ class Refresher:
             Unavailable: Postgres is out of reach.
         """
         key_id = None if self._keys is None else self._keys.key_id
-        [[jobs]] = await db.fetch(self._pool, "select reactor.reconcile_tokens($1, $2)", key_id, retention)
+        [[jobs]] = await self._ask("select reactor.reconcile_tokens($1, $2)", key_id, retention)
         return int(jobs)
 
     async def say_plain(self) -> None:
@@ -289,7 +292,7 @@ class Refresher:
         Raises:
             Unavailable: Postgres is out of reach.
         """
-        if self._keys is None and await db.fetch(self._pool, _COULD_BE_SEALED):
+        if self._keys is None and await self._ask(_COULD_BE_SEALED):
             self._log.warning(
                 "tokens_in_plain_text", hint="`reactor keygen` makes the REACTOR_TOKEN_KEY that seals them"
             )
@@ -301,7 +304,7 @@ class Refresher:
             Unavailable: Postgres is out of reach.
         """
         names = list(self._integrations)
-        news = await db.fetch(self._pool, "select * from reactor.sweep_tokens($1, $2)", now, names)
+        news = await self._ask("select * from reactor.sweep_tokens($1, $2)", now, names)
         self._say([dict(row) for row in news])
 
     def is_owed(self) -> bool:
@@ -346,6 +349,11 @@ class Refresher:
                     return case.untouched()
         return case.untouched()
 
+    async def _ask(self, query: str, *args: object) -> list[asyncpg.Record]:
+        async with db.borrowed(self._pool, _WORK_S) as conn:
+            rows: list[asyncpg.Record] = await conn.fetch(query, *args)
+            return rows
+
     @asynccontextmanager
     async def _row_of(self, key: TokenKey) -> AsyncIterator[db.Connection]:
         """A transaction scoped to the row's tenant. What Postgres says of the row is dropped: it may quote its tokens.
@@ -355,7 +363,7 @@ class Refresher:
             Permanent: The row cannot be read or written, code `sqlstate_<...>`.
         """
         try:
-            async with db.tenant(self._pool, key.tenant_id) as conn:
+            async with self._at_once, db.tenant(self._pool, key.tenant_id) as conn:
                 yield conn
         except asyncpg.PostgresError as exc:
             if str(exc.sqlstate)[:2] in _PASSING_STATES:

@@ -172,6 +172,8 @@ class Tokens:
             return self._opened(row)
         if row["state_reason"] == "answer_lost" and lives and row["ends_at"] is not None and _has_access(row):
             return self._opened(row)  # the refresh is lost; the access it was for still lives
+        if row["state"] == "app_error":
+            raise Unavailable(f"{which}: the provider refuses our application", retry_after_s=900, code="app_error")
         if row["state"] not in _USABLE:
             reason = row["state_reason"] or row["state"]
             raise NeedsReconnect(f"{which}: {row['state']} ({reason})", state=row["state"], reason=reason)
@@ -203,6 +205,7 @@ class Tokens:
         if not self._sources:
             self._sources = await self._reads.fetch(_SOURCES, until=until)
         found: list[asyncpg.Record] = []
+        broken: asyncpg.PostgresError | None = None
         for source in self._sources:
             if source["integration"] not in {None, integration}:
                 continue
@@ -210,9 +213,11 @@ class Tokens:
                 found += await self._reads.fetch(source[how], tenant_id, integration, account, until=until)
             except asyncpg.DataError:  # no tenant of that table could be called so
                 continue
-            except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as exc:  # renamed, or dropped
-                self._sources = []
-                raise Unavailable("a table with tokens has changed", code=f"sqlstate_{exc.sqlstate}") from None
+            except asyncpg.PostgresError as exc:  # a table that was changed or is locked: the others are well
+                broken = exc
+        if broken is not None and not found:
+            self._sources = []
+            raise Unavailable("a table with tokens cannot be read", code=f"sqlstate_{broken.sqlstate}") from None
         return found
 
     def _opened(self, row: asyncpg.Record) -> FreshToken:

@@ -232,7 +232,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_margin interval := make_interval(secs => (p_policy ->> 'margin_s')::float8);
-    v_mature_at constant timestamptz := r.issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0));
+    -- A clock or a time zone may be off; null where nobody knows.
+    v_issued_at constant timestamptz := case when r.issued_at > p_now then p_now else r.issued_at end;
+    v_mature_at constant timestamptz := v_issued_at + make_interval(secs => coalesce((p_policy ->> 'minimum_age_s')::float8, 0));
     v_due timestamptz;
     v_probe timestamptz;
 begin
@@ -251,11 +253,11 @@ begin
         if r.ends_at is null then
             v_due := case when r.last_success_at is null then p_now end;  -- to learn when it ends
         else
-            if r.issued_at < r.ends_at then
-                v_margin := least(v_margin, (r.ends_at - r.issued_at) / 2);
+            if v_issued_at < r.ends_at then
+                v_margin := least(v_margin, (r.ends_at - v_issued_at) / 2);
             end if;
             r.late_at := greatest(r.ends_at - v_margin / 2, r.version_at + interval '2 minutes');
-            v_due := greatest(v_mature_at,
+            v_due := greatest(v_mature_at, r.last_success_at + interval '1 minute',  -- whatever life a provider gives
                 r.ends_at - v_margin * (0.9 + 0.1 * (1 - (hashint8(r.id * 31 + r.version) & 1023) / 1024.0)));
         end if;
     end if;
@@ -310,6 +312,8 @@ as $$
             'The token of %1$s does not open: add the old key to REACTOR_TOKEN_KEY, or store it anew if it was sealed for another account.'),
         ('token_unknown_integration', 'operator', 'Ninguém cuida de %1$s: a integração não está em REACTOR_INTEGRATIONS.',
             'Nobody cares for %1$s: its integration is not in REACTOR_INTEGRATIONS.'),
+        ('token_table_broken', 'operator', 'Os tokens da tabela %1$s não podem ser lidos como foram mapeados: execute attach-tokens de novo.',
+            'The tokens of table %1$s cannot be read as they are mapped: attach-tokens again.'),
         ('token_not_saved', 'operator', 'O novo token de %1$s está no diário e não pode ser gravado: veja gatilhos e colunas da tabela.',
             'The new token of %1$s is in the journal and cannot be stored: see the triggers and columns of its table.')
     ) as a (cause, who, pt, en) where a.cause = $1
@@ -481,9 +485,10 @@ begin
     r.last_error_at := p_now;
     r.requested_at := null;
     -- A third of what is left of the token at most, and a minute at least; one that has ended is wanted. What the provider
-    -- asks for is the least: nulls are passed over by greatest.
+    -- asks for is the least, while the token lives: nulls are passed over by greatest and least.
     v_retry := greatest(
-        case when p_retry_s is not null then make_interval(secs => least(greatest(p_retry_s, 0), 86400)) end,
+        case when p_retry_s is not null then least(make_interval(secs => least(greatest(p_retry_s, 0), 86400)),
+            case when r.ends_at > p_now then greatest(r.ends_at - p_now - interval '1 minute', interval '1 minute') end) end,
         least(reactor.backoff(r.failures),
             case when r.ends_at > p_now then greatest((r.ends_at - p_now) / 3, interval '1 minute') else interval '15 minutes' end));
     r.retry_at := null;
@@ -593,7 +598,7 @@ create or replace function reactor.look_at_token(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
+set lock_timeout = '300ms'  -- 55P03 where somebody's transaction holds the row, or the table
 as $$
 #variable_conflict use_column
 declare
@@ -694,7 +699,7 @@ create or replace function reactor.seal_token(
 ) returns boolean
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
+set lock_timeout = '300ms'  -- 55P03 where somebody's transaction holds the row, or the table
 as $$
 declare
     r reactor.tokens;
@@ -730,7 +735,7 @@ create or replace function reactor.save_token(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
+set lock_timeout = '300ms'  -- 55P03 where somebody's transaction holds the row, or the table
 as $$
 #variable_conflict use_column
 declare
@@ -806,7 +811,7 @@ create or replace function reactor.settle_probe(
 ) returns table (outcome text, token_id bigint, version bigint, state text, state_reason text, ends_at timestamptz, next_at timestamptz, news jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2s'  -- 55P03 where somebody's transaction holds the row
+set lock_timeout = '300ms'  -- 55P03 where somebody's transaction holds the row, or the table
 as $$
 #variable_conflict use_column
 declare
@@ -929,28 +934,36 @@ declare
     v_jobs bigint := 0;
 begin
     for s in select * from reactor.token_sources where exists (select from pg_class where oid = relation) order by id loop
-        if exists (select from reactor.relations_of(s.relation) o where (select count(*) from pg_trigger t
-            where t.tgrelid = o and t.tgfoid = to_regproc(format('reactor.token_source_%s_written', s.id))) < 4)
-        then
-            perform reactor.compile_token_source(s.id);  -- a partition came since
-        end if;
-        execute format('insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
-            select ''refresh_token'', coalesce(w.tenant_id, r.tenant_id), ''tokens:'' || coalesce(w.integration, r.integration),
-                ''token:%1$s:'' || coalesce(w.source_id, r.source_id), jsonb_build_object(''source'', %1$s, ''id'', coalesce(w.source_id, r.source_id))
-            from (select %2$s from %3$s as t) w
-            full join (select * from reactor.tokens where source = %1$s) r on r.tenant_id = w.tenant_id and r.source_id = w.source_id
-            where coalesce(w.tenant_id, r.tenant_id) <> '''' and coalesce(w.integration, r.integration) <> ''''
-                and length(coalesce(w.tenant_id, r.tenant_id)) <= 200 and length(coalesce(w.integration, r.integration)) <= 193
-                and case when coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null then r.id is not null
-                else r.id is null and not reactor.has_token_job(w.tenant_id, ''token:%1$s:'' || w.source_id, ''-infinity'')
-                or r.fingerprint <> reactor.fingerprint_of(row(w.*)::reactor.token_row) or $1 is not null and (%4$s or concat_ws('' '', w.sealed_access_token, w.sealed_refresh_token) <> ''''
-                    and split_part(coalesce(w.sealed_access_token, w.sealed_refresh_token), ''.'', 2) <> $1)
-                or r.next_at is not null and not reactor.has_token_job(r.tenant_id, ''token:%1$s:'' || r.source_id, ''-infinity'') end',
-            s.id, s.reads, s.relation,
-            case when s.columns ? 'sealed_access_token' then 'coalesce(w.access_token, w.refresh_token) is not null' else 'false' end)
-        using p_key_id;
-        get diagnostics v_rows = row_count;
-        v_jobs := v_jobs + v_rows;
+        begin
+            if exists (select from reactor.relations_of(s.relation) o where (select count(*) from pg_trigger t
+                where t.tgrelid = o and t.tgfoid = to_regproc(format('reactor.token_source_%s_written', s.id))) < 4)
+            then
+                perform reactor.compile_token_source(s.id);  -- a partition came since
+            end if;
+            execute format('insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
+                select ''refresh_token'', coalesce(w.tenant_id, r.tenant_id), ''tokens:'' || coalesce(w.integration, r.integration),
+                    ''token:%1$s:'' || coalesce(w.source_id, r.source_id), jsonb_build_object(''source'', %1$s, ''id'', coalesce(w.source_id, r.source_id))
+                from (select %2$s from %3$s as t) w
+                full join (select * from reactor.tokens where source = %1$s) r on r.tenant_id = w.tenant_id and r.source_id = w.source_id
+                where coalesce(w.tenant_id, r.tenant_id) <> '''' and coalesce(w.integration, r.integration) <> ''''
+                    and length(coalesce(w.tenant_id, r.tenant_id)) <= 200 and length(coalesce(w.integration, r.integration)) <= 193
+                    and case when coalesce(w.access_token, w.refresh_token, w.sealed_access_token, w.sealed_refresh_token) is null then r.id is not null
+                    else r.id is null and not reactor.has_token_job(w.tenant_id, ''token:%1$s:'' || w.source_id, ''-infinity'')
+                    or r.fingerprint <> reactor.fingerprint_of(row(w.*)::reactor.token_row) or $1 is not null and (%4$s or concat_ws('' '', w.sealed_access_token, w.sealed_refresh_token) <> ''''
+                        and split_part(coalesce(w.sealed_access_token, w.sealed_refresh_token), ''.'', 2) <> $1)
+                    or r.next_at is not null and not reactor.has_token_job(r.tenant_id, ''token:%1$s:'' || r.source_id, ''-infinity'') end',
+                s.id, s.reads, s.relation,
+                case when s.columns ? 'sealed_access_token' then 'coalesce(w.access_token, w.refresh_token) is not null' else 'false' end)
+            using p_key_id;
+            get diagnostics v_rows = row_count;
+            v_jobs := v_jobs + v_rows;
+            perform reactor.resolve_alert('token_table_broken', s.relation::text);
+        exception when others then  -- a column is gone, or the table is locked: the others are looked at all the same
+            if sqlstate !~ '^(40|53|55|57)' then
+                perform reactor.open_alert('token_table_broken', s.relation::text,
+                    reactor.advise('token_table_broken', s.relation::text) || jsonb_build_object('sqlstate', sqlstate));
+            end if;
+        end;
     end loop;
     insert into reactor.jobs (type, tenant_id, lane, dedupe_key, payload)
     select 'refresh_token', r.tenant_id, 'tokens:' || r.integration, format('token:%s:%s', r.source, r.source_id),
@@ -1092,7 +1105,8 @@ begin
             when n.type = 'jsonb' then format(', case jsonb_typeof(to_jsonb(t.%1$I)) when ''object'' then to_jsonb(t.%1$I) else ''{}'' end as %2$I',
                 s.columns ->> n.name, n.name)
             when n.type = 'bigint' then format(', t.%I::bigint as %I', s.columns ->> n.name, n.name)
-            else format(', nullif(t.%I::text, '''') as %I', s.columns ->> n.name, n.name) end, '' order by n.place)
+            -- A pasted key may bring its line's end along.
+            else format(', nullif(btrim(t.%I::text, E'' \t\r\n''), '''') as %I', s.columns ->> n.name, n.name) end, '' order by n.place)
         from (values (1, 'access_token', 'text'), (2, 'refresh_token', 'text'), (3, 'sealed_access_token', 'text'), (4, 'sealed_refresh_token', 'text'),
             (5, 'issued_at', 'timestamptz'), (6, 'expires_at', 'timestamptz'), (7, 'refresh_expires_at', 'timestamptz'), (8, 'scope', 'text'),
             (9, 'metadata', 'jsonb'), (10, 'state', 'text'), (11, 'version', 'bigint')) as n (place, name, type));
@@ -1155,7 +1169,7 @@ begin
     if v_jobs > 0 then perform reactor.ring(); end if;
     return null;
 exception when others then
-    raise warning ''reactor: a change of the tokens in % was not recorded (SQLSTATE %); the scheduled look finds it'', tg_relid::regclass, sqlstate;
+    raise warning ''reactor: a change of the tokens in % was not recorded (SQLSTATE %); the scheduled look finds it, or attach_tokens again where a column is gone'', tg_relid::regclass, sqlstate;
     return null;
 end
 ');

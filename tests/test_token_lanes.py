@@ -305,16 +305,25 @@ class TestAFailingTokenIsAskedSeldom:
         assert tended.providers.calls["x"] == 1
 
 
-async def test_a_providers_delay_is_kept_to_a_day_and_never_shorter_than_the_backoff(tended):
-    for n, (header, least_s, most_s) in enumerate(
-        [("99999999", 86400, 86400), ("-5", 50, 70), ("soon", 50, 70), ("120", 120, 120)]
-    ):
-        key = await tended.connect("x", tenant=f"t{n}", ends=MINUTE)
-        tended.providers.fail("x", (429, {}, {"Retry-After": header}))
-        now = await tended.now()
-        async with tended.opened() as tokens:
-            await tokens.refresher.care(key, "x", now=now)
-        assert least_s <= ((await tended.token(key))["retry_at"] - now).total_seconds() <= most_s
+@pytest.mark.parametrize(
+    ("header", "ends", "least_s", "most_s"),
+    [
+        ("99999999", 3 * DAY, 86400, 86400),
+        ("-5", 3 * DAY, 50, 70),
+        ("soon", 3 * DAY, 50, 70),
+        ("120", 3 * DAY, 120, 120),
+        ("99999999", HOUR, 3500, 3540),  # a minute before it ends it is tried once more
+    ],
+)
+async def test_a_providers_delay_is_kept_to_a_day_and_to_the_tokens_life_and_never_shorter_than_the_backoff(
+    tended, header, ends, least_s, most_s
+):
+    key = await tended.connect("x", ends=ends)
+    tended.providers.fail("x", (429, {}, {"Retry-After": header}))
+    now = await tended.now()
+    async with tended.opened() as tokens:
+        await tokens.refresher.care(key, "x", wanted_s=4 * 86_400, now=now)
+    assert least_s <= ((await tended.token(key))["retry_at"] - now).total_seconds() <= most_s
 
 
 def test_the_names_here_are_those_of_the_code():

@@ -73,7 +73,7 @@ async def looks(conn):
     )
     place = f"{row['source']}, 't0', '{row['source_id']}'"
     [source] = await conn.fetch(_SOURCES)
-    fresh = source["statement"].replace("$1", "'t0'").replace("$2", f"'{row['integration']}'").replace("$3", "'a7'")
+    fresh = source["look"].replace("$1", "'t0'").replace("$2", f"'{row['integration']}'").replace("$3", "'a7'")
     return {
         "sweep": "select * from reactor.sweep_tokens()",
         "health of a tenant": "select * from reactor.token_health where tenant_id = 't0'",
