@@ -325,13 +325,11 @@ class Refresher:
             match case.seen["action"]:
                 case "integration":
                     name = case.seen["integration"]
-                case "seal":
-                    await self._seal(case)
                 case "held":
                     if not await self._take_over(case):
                         return case.untouched()
-                case "due":
-                    got = await self._parent_of(case)
+                case "seal" | "due" as first:
+                    got = await (self._seal(case) if first == "seal" else self._parent_of(case))
                     if isinstance(got, Care):
                         return got
                     parent = got
@@ -545,7 +543,7 @@ class Refresher:
                 return saved
 
     async def _keep_for_later(self, case: _Case, code: str) -> Care:
-        """The new token is in the journal; say so, and try again later."""
+        """The row cannot be written: say so, and try again later. A new token is in the journal."""
         self._log.error("token_not_saved", **case.words(), error_code=code)
         return await self._settle(case, Reading(Verdict.UNKNOWN, code), verdict="not_saved")
 
@@ -714,9 +712,13 @@ class Refresher:
             raise KeyMissing(key_id_of(sealed))
         return self._keys.open(sealed, **case.bound(), purpose=purpose)
 
-    async def _seal(self, case: _Case) -> None:
-        """Seal what the row holds in plain text, and empty its columns."""
-        await self._replace(case, {purpose: case.seen[purpose] for purpose in _PURPOSES})
+    async def _seal(self, case: _Case) -> Care | None:
+        """Seal what the row holds in plain text, and empty its columns; or what it means that the table refuses."""
+        try:
+            await self._replace(case, {purpose: case.seen[purpose] for purpose in _PURPOSES})
+        except Permanent as exc:
+            return await self._keep_for_later(case, exc.code)
+        return None
 
     async def _reseal(self, case: _Case) -> None:
         """Seal with the first key what an older one sealed, so that the older one can go."""
