@@ -73,7 +73,10 @@ create index on reactor.jobs (run_after) where type = 'refresh_token' and status
 UNSEEN = """
 select w.integration, w.id, w.expires_at, r.state from tokens w left join reactor.tokens r on r.source_id = w.id::text and r.tenant_id = w.tenant_id
 where w.expires_at <= $1 and not exists (select from reactor.alerts a
-    where a.resolved_at is null and a.tenant_id = w.tenant_id and a.subject = reactor.token_subject(r))
+    where a.resolved_at is null and a.tenant_id = w.tenant_id and (a.subject = reactor.token_subject(r)
+        -- Of one that stopped with its parent, the parent's alert speaks.
+        or r.state_reason = 'parent' and a.subject in (select reactor.token_subject(p) from reactor.tokens p
+            where p.tenant_id = r.tenant_id and p.integration = split_part(r.integration, '_', 1))))
 """
 DUE = """
 select distinct (payload ->> 'source')::int as source, tenant_id, payload ->> 'id' as id, lane from reactor.jobs
