@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from io import TextIOWrapper
@@ -143,7 +143,19 @@ def demo() -> None:
     """Show the whole path on an embedded Postgres. Rows are inserted, remembered, found; it ends by itself."""
     from reactor.demo import run_demo  # noqa: PLC0415
 
-    anyio.run(run_demo, load_settings())
+    try:
+        anyio.run(run_demo, load_settings())
+    except ExceptionGroup as group:
+        for heart in _leaves(group):
+            if isinstance(heart, ReactorError):  # one clear line
+                raise heart from None
+        raise
+
+
+def _leaves(exc: Exception) -> Iterator[Exception]:
+    """The exceptions themselves, out of whatever groups they came in."""
+    for one in exc.exceptions if isinstance(exc, ExceptionGroup) else (exc,):
+        yield from (one,) if one is exc else _leaves(one)
 
 
 @app.command(epilog=_example("reactor up"))
