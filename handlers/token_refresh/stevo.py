@@ -6,8 +6,6 @@ Stevo publishes no address that serves everyone: base_url is the one its panel s
 
 from __future__ import annotations
 
-from reactor.strategy import Strategy
+from .evolution import STRATEGY
 
-from .evolution import probe, read_state
-
-STRATEGY = Strategy(probe=probe, read_probe=read_state)
+__all__ = ["STRATEGY"]
