@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
+from proxy import proxy_to
 from tending import DAY, HOUR, tended_tokens
 
 from reactor import NeedsReconnect, Unavailable
@@ -178,6 +179,21 @@ async def test_an_access_token_whose_refresh_was_lost_is_given_out_while_it_live
 
     assert await tended.state(key) == ("needs_reconnect", "answer_lost")
     assert token == (await tended.row(key))["access_token"]
+
+
+async def test_a_connection_that_went_silent_is_given_up_at_the_deadline_and_the_next_one_answers(tended, dsn):
+    await tended.connect("google", ends=50 * MINUTE)
+    async with proxy_to(dsn) as proxy, tended.opened(database_url=proxy.dsn) as tokens:
+        for _ in range(2):  # over the connection that is kept
+            before = await tokens.ensure_fresh("acme", "google")
+        proxy.cut("up", "down")
+        with anyio.fail_after(30), pytest.raises(Unavailable):
+            await tokens.ensure_fresh("acme", "google", deadline_s=0.5)
+        proxy.mend()
+        with anyio.fail_after(30):
+            after = await tokens.ensure_fresh("acme", "google")
+
+    assert before == after
 
 
 class TestAnotherTable:
