@@ -84,6 +84,7 @@ class Care:
         action: saved, refused, failed, lost, superseded, closed, probed: what became of a call. wait, held, gone: none
             was made; `until` says when the one that another process makes must have ended.
         outage: The provider is away, or refuses everybody: its lane should rest.
+        retry_after_s: What the provider asked for, of this token.
     """
 
     action: str
@@ -93,6 +94,7 @@ class Care:
     next_at: datetime | None = None
     until: datetime | None = None
     outage: Unavailable | None = None
+    retry_after_s: float | None = None
 
     def evidence(self) -> dict[str, Any]:
         """For the job's result: no secret, no `None`."""
@@ -809,7 +811,16 @@ def _ended(row: asyncpg.Record, reading: Reading) -> Care:
     elif (reading.verdict is Verdict.TRANSIENT and reading.code not in _OF_ONE_TOKEN) or reading.code in _SILENT:
         rest_s = None if reading.retry_after_s is None else min(reading.retry_after_s, _LONGEST_REST_S)
         outage = Unavailable("the provider is away", retry_after_s=rest_s, code=reading.code)
-    return Care(row["outcome"], row["state"], row["state_reason"], reading.code, row["next_at"], outage=outage)
+    return Care(
+        row["outcome"],
+        row["state"],
+        row["state_reason"],
+        reading.code,
+        row["next_at"],
+        None,
+        outage,
+        reading.retry_after_s,
+    )
 
 
 def _policy(strategy: Strategy, integration: Integration) -> dict[str, Any]:

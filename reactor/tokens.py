@@ -180,7 +180,8 @@ class Tokens:
         if care.action == "wait" and row["failures"] == 0 and lives and _has_access(row):
             return self._opened(row)  # too young to be refreshed, or nobody can
         if care.outage is not None:
-            raise Unavailable(f"{which}: {care.outage}", retry_after_s=care.outage.retry_after_s, code=care.outage.code)
+            delay_s = care.retry_after_s or care.outage.retry_after_s
+            raise Unavailable(f"{which}: {care.outage}", retry_after_s=delay_s, code=care.outage.code)
         raise Unavailable(f"{which} was not refreshed", code=care.code or row["last_error"] or care.action)
 
     async def _row(
