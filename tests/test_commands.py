@@ -566,9 +566,7 @@ async def test_the_demo_refreshes_a_token_tells_of_a_dead_key_and_shows_neither(
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"demo_social +│ active +│ 2 +│ nobody +│ 60 min", shown.stdout)
     assert re.search(r"demo_gateway +│ key_dead +│ 1 +│ operator +│ -", shown.stdout)
-    assert re.search(
-        r"alert token_key_dead: A chave de demo-academia-forte/demo_gateway foi recusada", shown.stdout
-    )
+    assert re.search(r"alert token_key_dead: A chave de demo-academia-forte/demo_gateway foi recusada", shown.stdout)
     assert [
         secret for secret in ("demo-access", "demo-refresh", "demo-key") if secret in shown.stdout + shown.stderr
     ] == []
