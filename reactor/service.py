@@ -31,7 +31,7 @@ from reactor import db
 from reactor.errors import Misuse, NeedsReconnect, Unavailable
 from reactor.log import Log, get_log
 from reactor.settings import Settings
-from reactor.tokens import Tokens
+from reactor.tokens import SeveralAccounts, Tokens
 
 _OPEN = {"/healthz", "/readyz"}
 _READY_S = 5.0
@@ -83,7 +83,7 @@ def create_app(pool: db.Pool, tokens: Tokens, *, token: SecretStr | None, log: L
     async def fresh(asked: FreshAsked) -> JSONResponse:
         try:
             token = await tokens.ensure_fresh(asked.tenant_id, asked.integration, asked.account, asked.min_ttl_s)
-        except ValueError:
+        except SeveralAccounts:
             said = "the tenant has several accounts of this integration"
             return _error(400, "several_accounts", said, 'name one: {"account": "..."}')
         item = {

@@ -31,6 +31,10 @@ _PASSING = {"held", "superseded", "closed", "gone"}  # of somebody else's making
 _USABLE = {"active", "app_error"}  # states in which an access token that has not ended still works
 
 
+class SeveralAccounts(ValueError):
+    """The tenant has several accounts of the integration, and none was named."""
+
+
 class FreshToken(str):
     """An access token, with what is known of it. Its repr does not show it."""
 
@@ -132,7 +136,7 @@ class Tokens:
         Raises:
             NeedsReconnect: A person must connect the account (again); `state` and `reason` say why.
             Unavailable: Not now: the provider or Postgres is out of reach, or the deadline has passed.
-            ValueError: Several accounts, and none was named.
+            SeveralAccounts: There are several, and none was named.
         """
         until = anyio.current_time() + deadline_s
         row = await self._row("glance", tenant_id, integration, account, until)
@@ -197,7 +201,7 @@ class Tokens:
                 f"{tenant_id} has no {integration} token", state="missing", reason="nobody connected it"
             )
         if len(rows) > 1:
-            raise ValueError(f"{tenant_id} has several {integration} accounts: say which (account=...)")
+            raise SeveralAccounts(f"{tenant_id} has several {integration} accounts: say which (account=...)")
         return rows[0]
 
     async def _rows(
@@ -244,7 +248,7 @@ class Tokens:
             token = await self.ensure_fresh(tenant_id, integration.parent, account)
         except NeedsReconnect as exc:
             raise ParentFails(exc.state) from exc
-        except ValueError as exc:
+        except SeveralAccounts as exc:
             raise ParentFails("several_parents") from exc
         return Credential(tenant_id, integration.parent, token.account, str(token))
 
