@@ -8,15 +8,14 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
-from typing import Literal, get_args
-
-# Imported at once: some 15 ms, and whoever imports this module seals or opens.
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Literal, get_args
 
 from reactor.errors import Misuse, ReactorError
+
+if TYPE_CHECKING:  # 6 MB that a reactor without keys does not pay
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from cryptography.hazmat.primitives.hpke import Suite
 
 Purpose = Literal["access_token", "refresh_token", "journal"]
 
@@ -25,7 +24,13 @@ _PUBLIC = "reactor-public-1."
 _KEY_BYTES = 32
 _REMEMBERED = 256
 _SEALED = re.compile(r"hpke1\.(?P<key_id>[0-9a-f]{8})\.(?P<body>[A-Za-z0-9_-]+)")
-_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+
+
+@cache
+def _suite() -> Suite:
+    from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite  # noqa: PLC0415
+
+    return Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 
 
 class KeyMissing(ReactorError):
@@ -57,6 +62,8 @@ class Keys:
         Raises:
             Misuse: It holds anything else, or a key twice: one line that quotes nothing of it.
         """
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: PLC0415
+
         texts = [part.strip() for part in text.split(",")]
         private_keys: dict[str, X25519PrivateKey] = {}
         for number, key in enumerate(texts, 1):
@@ -94,6 +101,8 @@ class Keys:
         return sealed.startswith(f"hpke1.{self.key_id}.")
 
     def _decrypt(self, sealed: str, info: bytes) -> str:
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415
+
         key_id = key_id_of(sealed)
         private = self._private_keys.get(key_id)
         if private is None:
@@ -101,7 +110,7 @@ class Keys:
         body = _decoded(sealed.rpartition(".")[2])
         # Raised below, out of reach of the error that would carry the plain bytes along as its context.
         with suppress(InvalidTag, ValueError):
-            return _SUITE.decrypt(body or b"", private, info).decode()
+            return _suite().decrypt(body or b"", private, info).decode()
         raise SealBroken("it does not open: changed, or sealed for another tenant, integration, account or purpose")
 
 
@@ -119,13 +128,15 @@ def seal(public_key: str, value: str, *, tenant_id: str, integration: str, accou
         TypeError: A tenant, integration or account is no text.
         ValueError: The value, tenant, integration or account holds a lone surrogate, which UTF-8 cannot write.
     """
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey  # noqa: PLC0415
+
     raw = _raw_key(public_key.strip(), _PUBLIC)
     if raw is None:
         raise Misuse(f"the public key is not a whole {_PUBLIC}... text, as `reactor keygen` prints it")
     plain = _utf8(value, "the value")
     info = _info(tenant_id, integration, account, purpose)
     try:
-        body = _SUITE.encrypt(plain, X25519PublicKey.from_public_bytes(raw), info)
+        body = _suite().encrypt(plain, X25519PublicKey.from_public_bytes(raw), info)
     except ValueError:  # a point of low order, that every private key would open
         raise Misuse("the public key is not one that can be sealed with") from None
     return f"hpke1.{_key_id(raw)}.{_encoded(body)}"
@@ -133,6 +144,8 @@ def seal(public_key: str, value: str, *, tenant_id: str, integration: str, accou
 
 def generate() -> tuple[str, str]:
     """A new pair of keys: private, public."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: PLC0415
+
     private = X25519PrivateKey.generate()
     return (
         _PRIVATE + _encoded(private.private_bytes_raw()),

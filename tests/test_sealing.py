@@ -9,6 +9,7 @@ import string
 import traceback
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 from conftest import REPO, command
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -102,8 +103,8 @@ def test_what_is_no_whole_sealed_text_is_broken_and_not_quoted(text):
 
 
 def test_a_value_sealed_by_others_that_is_no_utf8_is_broken_and_no_error_carries_it():
-    public = sealing.X25519PublicKey.from_public_bytes(sealing._decoded(PUBLIC.partition(".")[2]))
-    body = sealing._SUITE.encrypt(CANARY.encode() + b"\xff", public, _info(**BOUND))
+    public = X25519PublicKey.from_public_bytes(sealing._decoded(PUBLIC.partition(".")[2]))
+    body = sealing._suite().encrypt(CANARY.encode() + b"\xff", public, _info(**BOUND))
 
     with pytest.raises(SealBroken) as caught:
         KEYS.open(f"hpke1.{KEYS.key_id}.{sealing._encoded(body)}", **BOUND)
@@ -162,12 +163,12 @@ def test_the_first_key_seals_and_all_of_them_open():
 def test_an_opened_value_is_remembered_and_the_257th_other_one_pushes_it_out(monkeypatch):
     keys = Keys.parse(PRIVATE)
     decrypted = []
-    suite = sealing._SUITE
+    suite = sealing._suite()
     counting = type("Counting", (), {
         "encrypt": suite.encrypt,
         "decrypt": lambda _self, body, key, info: decrypted.append(body) or suite.decrypt(body, key, info),
     })  # fmt: skip
-    monkeypatch.setattr("reactor.sealing._SUITE", counting())
+    monkeypatch.setattr("reactor.sealing._suite", counting)
     sealed = [seal(PUBLIC, str(number), **BOUND) for number in range(257)]
 
     for text in [sealed[0], sealed[0], *sealed[1:256], sealed[0]]:
