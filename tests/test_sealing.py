@@ -9,8 +9,8 @@ import string
 import traceback
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 from conftest import REPO, command
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
