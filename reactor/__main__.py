@@ -711,15 +711,6 @@ order by h.who_must_act = 'nobody',
     coalesce(case when h.who_must_act <> 'nobody' then t.deadline_at end, t.ends_at), t.id limit $2
 """
 
-# Statements, one a table with columns for sealed tokens, that find a row which holds a plain one all the same.
-_PLAIN_TOKENS = """
-select format('select from %s where coalesce(%s, '''') <> '''' limit 1', s.relation,
-    (select string_agg(format('nullif(%I, '''')', s.columns ->> n), ', ')
-     from unnest('{access_token, refresh_token}'::text[]) n where s.columns ? n))
-from reactor.token_sources s join pg_class c on c.oid = s.relation
-where s.columns ? 'sealed_access_token' and s.columns ?| '{access_token, refresh_token}'
-"""
-
 
 @app.command(epilog=_example("reactor tokens", "reactor tokens --tenant padaria-sol --state needs_reconnect --json"))
 def tokens(
@@ -740,7 +731,7 @@ def tokens(
         )
         async with _connected(dsn) as conn:
             rows = [dict(row) for row in await conn.fetch(query, tenant, n)]
-            is_plain = settings.token_key is None and await _any_row(conn, _PLAIN_TOKENS)
+            is_plain = settings.token_key is None and await conn.fetchval("select reactor.holds_plain_tokens()")
         advice = {_in_ones_language(do): None for row in rows for do in row.pop("advice")}
         if as_json:
             _print_json(rows)
@@ -769,14 +760,6 @@ def tokens(
             say(line)
 
     _run(work)
-
-
-async def _any_row(conn: asyncpg.Connection, statements: str) -> bool:
-    """Whether one of the statements that this one returns finds a row."""
-    for (statement,) in await conn.fetch(statements):
-        if await conn.fetch(statement):
-            return True
-    return False
 
 
 def _state_of(row: dict[str, Any]) -> str:

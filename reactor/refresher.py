@@ -43,9 +43,10 @@ _PURPOSES: tuple[Purpose, Purpose] = ("access_token", "refresh_token")
 _UNSEALABLE = Reading(Verdict.UNKNOWN, "unsealable")
 _PASSING_STATES = {"40", "53", "55", "57"}  # deadlocks, no resources, locks, timeouts and shutdowns
 _SILENT = {"timeout", "reset"}  # lost answers that tell of the provider, not of the token
-_COULD_BE_SEALED = """
-select from reactor.token_sources s
-where s.columns ? 'sealed_access_token' and exists (select from reactor.tokens t where t.source = s.id)
+# What the transaction of a look at all tables has opened or closed.
+_BROKEN = """
+select case when resolved_at is null then 'alert_opened' else 'alert_resolved' end as event, cause, subject
+from reactor.alerts where cause = 'token_table_broken' and now() in (opened_at, resolved_at)
 """
 _REFUSED_S = 60.0  # until an answer that cannot be saved is tried again
 _LOOKS = 8  # more than any row needs: seal, integration, parent, an attempt or two left behind
@@ -285,7 +286,10 @@ class Refresher:
             Unavailable: Postgres is out of reach.
         """
         key_id = None if self._keys is None else self._keys.key_id
-        [[jobs]] = await self._ask("select reactor.reconcile_tokens($1, $2)", key_id, retention)
+        async with db.borrowed(self._pool, _WORK_S) as conn, conn.transaction():
+            jobs = await conn.fetchval("select reactor.reconcile_tokens($1, $2)", key_id, retention)
+            news = await conn.fetch(_BROKEN)
+        self._say([dict(row) for row in news])
         return int(jobs)
 
     async def say_plain(self) -> None:
@@ -294,7 +298,10 @@ class Refresher:
         Raises:
             Unavailable: Postgres is out of reach.
         """
-        if self._keys is None and await self._ask(_COULD_BE_SEALED):
+        if self._keys is not None:
+            return
+        [[is_plain]] = await self._ask("select reactor.holds_plain_tokens()")
+        if is_plain:
             self._log.warning(
                 "tokens_in_plain_text", hint="`reactor keygen` makes the REACTOR_TOKEN_KEY that seals them"
             )

@@ -984,6 +984,32 @@ begin
 end
 $$;
 
+-- Whether a table that could hold its tokens sealed holds one in plain text. One that cannot be read has an alert of its own.
+create or replace function reactor.holds_plain_tokens() returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s reactor.token_sources;
+    v_is_plain boolean;
+begin
+    for s in
+        select t.* from reactor.token_sources t join pg_class c on c.oid = t.relation where t.columns ? 'sealed_access_token' order by t.id
+    loop
+        begin
+            execute format('select exists (select from (select %s from %s as t) w where coalesce(w.access_token, w.refresh_token) is not null)',
+                s.reads, s.relation) into v_is_plain;
+            if v_is_plain then
+                return true;
+            end if;
+        exception when undefined_column or datatype_mismatch or undefined_function then
+            null;  -- reconcile_tokens says so
+        end;
+    end loop;
+    return false;
+end
+$$;
+
 -- Owes a look at all tokens, now: not by who attaches a table, whose lock its producers would wait for.
 create or replace function reactor.owe_token_look() returns bigint
 language sql

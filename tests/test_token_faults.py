@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import anyio
+import anyio.to_thread
 import pytest
+from conftest import command
 from proxy import proxy_to
 from tending import DAY, HOUR, tended_tokens
 
@@ -206,7 +208,7 @@ class TestAnotherTable:
         )
         return tended
 
-    async def test_that_lost_a_column_is_an_alert_and_stops_no_other(self, contas):
+    async def test_that_lost_a_column_is_an_alert_and_stops_no_other(self, contas, events):
         await contas.connect("google", ends=50 * MINUTE)
         async with contas.opened() as tokens:
             await contas.conn.execute("alter table contas rename ficha to outra")
@@ -223,6 +225,14 @@ class TestAnotherTable:
         assert broken.value.code == "sqlstate_42703"
         assert found == 1  # that of the other table
         assert set(alerts) == {"token_table_broken"}
+        assert [
+            (event["event"], event["cause"], event["subject"])
+            for name in ("alert_opened", "alert_resolved")
+            for event in events.named(name)
+        ] == [
+            ("alert_opened", "token_table_broken", "public.contas"),
+            ("alert_resolved", "token_table_broken", "public.contas"),
+        ]
         assert await contas.alerts() == {}
 
     async def test_that_somebody_locks_keeps_nobody_waiting(self, contas, dsn):
@@ -273,3 +283,17 @@ class TestAnotherTable:
         await tended.conn.execute("insert into \"100%\" (tenant_id, \"% ficha\") values ('acme', 'k')")
 
         assert [job[:3] for job in await tended.owed()] == [("acme", "1", "tokens:static_key")]
+
+
+async def test_the_tokens_of_a_table_that_lost_a_column_are_shown_all_the_same(tended):
+    key = await tended.connect("x", ends=2 * HOUR)
+    async with tended.opened() as tokens:
+        await tokens.refresher.care(key, "x")
+    plain = await tended.conn.fetchval("select reactor.holds_plain_tokens()")
+    await tended.conn.execute("alter table tokens rename access_token to outra")
+
+    shown = await anyio.to_thread.run_sync(lambda: command("tokens", dsn=tended.dsn))
+
+    assert plain is True
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[:3] for line in shown.stdout.splitlines()[1:]] == [["acme", "x", "active"]]
